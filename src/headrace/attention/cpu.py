@@ -1,0 +1,34 @@
+"""The CPU backend: compiled kernels over the paged cache, no copy of the context."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
+from headrace.kernels.kv_write import kv_write
+from headrace.kernels.paged_attention import paged_attention
+
+__all__ = ["CpuAttention"]
+
+
+class CpuAttention:
+    """A query's result has the same bits in any batch, chunk and block table."""
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of K (and of V) of one layer."""
+        return (num_blocks, num_kv_heads, block_size, head_dim)
+
+    def copy_blocks(self, cache: LayerCache, source: Tensor, destination: Tensor) -> None:
+        """Copy whole blocks; ids are int64 [n], destinations distinct."""
+        cache.k[destination] = cache.k[source]
+        cache.v[destination] = cache.v[source]
+
+    def plan(self, step: AttentionStep) -> None:
+        """The kernel reads the step as it is."""
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec
+    ) -> Tensor:
+        """Write k, v, attend causally. -> [tokens, heads, dim] in q's dtype."""
+        kv_write(k, v, cache.k, cache.v, step.write_slots, step.block_size)
+        return paged_attention(q, cache.k, cache.v, step, spec)

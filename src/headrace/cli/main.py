@@ -1,0 +1,93 @@
+"""The console script `headrace`: its commands, imported when they are called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from headrace import __version__
+
+COMMANDS = {
+    "serve": "Serve a model over HTTP with the OpenAI API.",
+    "chat": "Talk with a model in the terminal.",
+    "generate": "Complete a prompt and exit.",
+    "bench": "Measure throughput and latency.",
+    "pull": "Fetch a model by its short name.",
+    "config": "Check, show and describe configurations.",
+    "completion": "Print a shell's completion script.",
+}
+"""Name -> summary. The command is the one of `headrace.cli.<name>` that has this name; the help needs none of them."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command when it is needed, so that `--help` and completion are instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"headrace.cli.{cmd_name}")
+        found = (value for value in vars(module).values() if isinstance(value, click.Command))
+        return next(command for command in found if command.name == cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(__version__, "-V", "--version", prog_name="headrace")
+def cli() -> None:
+    """Headrace serves large language models."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0, 2 for bad input, 1 for everything else, 130 for Ctrl-C."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of one command line. Errors are one line; `--log_level debug` shows the traceback."""
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = cli.main(args=typed, prog_name="headrace", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        return report(error, debug=wants_traceback(typed))
+    return code if isinstance(code, int) else 0
+
+
+def report(error: Exception, *, debug: bool) -> int:
+    """Print an error that reached the top; what the user can mend is a ValueError or an OSError."""
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    text = " ".join(str(error).split("\n")) or type(error).__name__
+    known = isinstance(error, ValueError | OSError | NotImplementedError | MemoryError | RuntimeError)
+    click.echo(f"headrace: {text if known else f'{type(error).__name__}: {text}'}", err=True)
+    return 2 if isinstance(error, ValueError | FileNotFoundError | NotImplementedError) else 1
+
+
+def wants_traceback(typed: Sequence[str]) -> bool:
+    for index, word in enumerate(typed):
+        name, _, value = word.partition("=")
+        if name.replace("-", "_") in ("__log_level", "_l"):
+            return (value or "".join(typed[index + 1 : index + 2])) in ("debug", "trace")
+    return False
+
+
+if __name__ == "__main__":
+    main()

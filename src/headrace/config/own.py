@@ -1,0 +1,20 @@
+"""Settings that only Headrace has; everything else keeps the reference's names and meanings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from headrace.config.base import ConfigModel, beta
+
+
+class HeadraceArgs(ConfigModel):
+    """Headrace's own keys, top level like all others."""
+
+    max_queued_requests: int | None = beta(None, "Waiting requests above which new ones are refused (HTTP 429).", ge=0)
+    max_queued_tokens: int | None = beta(None, "Waiting prompt tokens above which new requests are refused.", ge=0)
+    request_timeout_s: float | None = beta(None, "Longest life of a request in seconds; null is unlimited.", gt=0)
+    shutdown_timeout_s: float = beta(30.0, "Seconds that running requests get to finish on shutdown.", ge=0)
+    engine_threads: int | None = beta(None, "CPU threads of the engine; null picks by the machine.", gt=0)
+    model_impl: Literal["auto", "native", "transformers"] = beta(
+        "auto", "Model code: native, the transformers library's, or native where it exists."
+    )

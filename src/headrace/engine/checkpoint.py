@@ -1,0 +1,178 @@
+"""Reading checkpoints tensor by tensor, a run of rows at a time: safetensors and GGUF files.
+
+Safetensors files are read, not mapped: pages of a mapping count as this process's memory, and a load would show twice the weights.
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, a JSON header, then the data).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.hub.gguf import GgufFile, GgufTensor
+from headrace.hub.source import ModelSource
+from headrace.hub.weights import safetensors_files
+from headrace.layers.weights import Part
+
+CHUNK_BYTES = 16 << 20
+"""Most bytes of a stored tensor that are in memory at once."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class StoredTensor(Protocol):
+    """One tensor of a checkpoint, not read yet."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, into: Tensor, part: Part | None = None) -> None:
+        """Read the tensor, or a part of it, into a tensor of that shape, converting to its dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor at a place in an open safetensors file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int
+    """Offset in the file."""
+    file: io.FileIO
+    path: Path
+
+    def read(self, into: Tensor, part: Part | None = None) -> None:
+        """Reads runs of rows of at most CHUNK_BYTES, so that no whole tensor lies beside the destination."""
+        assert tuple(into.shape) == _part_shape(self.shape, part), (self.name, into.shape, self.shape, part)
+        if not self.shape:
+            into.copy_(self._rows(0, 1, ()).squeeze(0))
+            return
+        row_shape = self.shape[1:]
+        row_bytes = self.dtype.itemsize
+        for length in row_shape:
+            row_bytes *= length
+        first, end = (part.start, part.stop) if part is not None and part.dim == 0 else (0, self.shape[0])
+        step = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for start in range(first, end, step):
+            stop = min(start + step, end)
+            rows = self._rows(start * row_bytes, stop - start, row_shape)
+            into[start - first : stop - first].copy_(_columns(rows, part))
+
+    def _rows(self, offset: int, num_rows: int, row_shape: tuple[int, ...]) -> Tensor:
+        rows = torch.empty((num_rows, *row_shape), dtype=self.dtype)
+        buffer = memoryview(rows.view(torch.uint8).reshape(-1).numpy()) if rows.numel() else memoryview(bytearray())
+        self.file.seek(self.begin + offset)
+        filled = 0
+        while filled < len(buffer):
+            count = self.file.readinto(buffer[filled:])
+            if not count:
+                raise ValueError(f"{self.path} ends inside tensor {self.name}: fetch the file again")
+            filled += count
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class GgufRows:
+    """A tensor of a GGUF file, dequantised a run of rows at a time."""
+
+    tensor: GgufTensor
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def read(self, into: Tensor, part: Part | None = None) -> None:
+        assert tuple(into.shape) == _part_shape(self.shape, part), (self.name, into.shape, self.shape, part)
+        first, end = (part.start, part.stop) if part is not None and part.dim == 0 else (0, self.shape[0])
+        for start, chunk in self.tensor.chunks(first, end):
+            rows = torch.from_numpy(chunk)
+            into[start - first : start - first + len(chunk)].copy_(_columns(rows, part))
+
+
+def _part_shape(shape: tuple[int, ...], part: Part | None) -> tuple[int, ...]:
+    if part is None:
+        return shape
+    return (*shape[: part.dim], part.stop - part.start, *shape[part.dim + 1 :])
+
+
+def _columns(rows: Tensor, part: Part | None) -> Tensor:
+    if part is None or part.dim == 0:
+        return rows
+    return rows.narrow(part.dim, part.start, part.stop - part.start)
+
+
+def read_checkpoint(source: ModelSource) -> Iterator[StoredTensor]:
+    """The tensors of a model on disk, in file order. Each is to be read before the next is asked for.
+
+    Raises:
+        ValueError: no weights that may be loaded, a missing shard, or a truncated or damaged file.
+    """
+    if source.kind == "gguf":
+        yield from (GgufRows(tensor) for tensor in GgufFile(source.path).tensors())
+        return
+    for path in safetensors_files(source):
+        with path.open("rb", buffering=0) as file:
+            yield from _entries(path, file)
+
+
+def _entries(path: Path, file: io.FileIO) -> list[FileTensor]:
+    """What the header lists, in the order of the data. `safetensors_files` has checked header and file size."""
+    header_bytes = int.from_bytes(_read_exactly(file, 8), "little")
+    header: dict[str, Any] = json.loads(_read_exactly(file, header_bytes))
+    header.pop("__metadata__", None)
+    entries = [_entry(name, value, begin=8 + header_bytes, file=file, path=path) for name, value in header.items()]
+    return sorted(entries, key=lambda entry: entry.begin)
+
+
+def _read_exactly(file: io.FileIO, size_bytes: int) -> bytes:
+    pieces: list[bytes] = []
+    while size_bytes > 0 and (piece := file.read(size_bytes)):
+        pieces.append(piece)
+        size_bytes -= len(piece)
+    return b"".join(pieces)
+
+
+def _entry(name: str, value: dict[str, Any], *, begin: int, file: io.FileIO, path: Path) -> FileTensor:
+    if value["dtype"] not in DTYPES:
+        raise ValueError(f"{path}: tensor {name} has the unknown dtype {value['dtype']}: convert the model to bfloat16")
+    start, end = value["data_offsets"]
+    entry = FileTensor(name, tuple(value["shape"]), DTYPES[value["dtype"]], begin + start, file, path)
+    if end - start != _size_bytes(entry):
+        raise ValueError(f"{path}: tensor {name} has {end - start} bytes, not {_size_bytes(entry)}: fetch the file again")
+    return entry
+
+
+def _size_bytes(entry: FileTensor) -> int:
+    size = entry.dtype.itemsize
+    for length in entry.shape:
+        size *= length
+    return size

@@ -1,0 +1,126 @@
+"""One rank behind the engine port: a worker thread that runs the plans in order.
+
+`submit` hands a plan to the worker and returns; `collect` waits for the oldest result. All device
+work, loading included, happens on the worker, so there is one thread with one OpenMP team (on a CPU)
+or one current stream (on a GPU).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from headrace.config.llm_args import LlmArgs
+from headrace.engine.rank import Rank
+from headrace.hub.source import ModelSource
+from headrace.layers.parallel import Gloo, ParallelContext
+from headrace.seam import EngineFacts, StepPlan, StepResult
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 4.0
+
+
+class Engine:
+    """Implements `seam.EnginePort` for one rank."""
+
+    def __init__(
+        self,
+        args: LlmArgs,
+        source: ModelSource,
+        *,
+        num_valid_ids: int | None = None,
+        rank: int = 0,
+        size: int = 1,
+        init_method: str = "",
+    ) -> None:
+        """
+        Args:
+            num_valid_ids: size of the tokenizer, when the embedding has padded rows beyond it.
+            init_method: where tensor-parallel ranks meet (torch.distributed), for size > 1.
+        """
+        self.args = args
+        self.source = source
+        self._num_valid_ids = num_valid_ids
+        self._place = (rank, size)
+        self._init_method = init_method
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._rank: Rank | None = None
+        self._worker = threading.Thread(target=self._work, name=f"headrace-engine-{rank}", daemon=True)
+        self._worker.start()
+
+    # ---- the port ----------------------------------------------------------------------------
+
+    def open(self) -> EngineFacts:
+        def load() -> EngineFacts:
+            self._rank = Rank(
+                self.args, self.source, self._parallel(), num_valid_ids=self._num_valid_ids
+            )
+            return self._rank.facts
+
+        return self._call(load)
+
+    def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
+        assert self._rank is not None, "open comes first"
+        loaded = self._rank
+        self._call(lambda: loaded.allocate(num_blocks, num_slots))
+
+    def submit(self, plan: StepPlan) -> None:
+        loaded = self._rank
+        assert loaded is not None, "open comes first"
+
+        def step() -> None:
+            try:
+                self._results.put(loaded.run(plan))
+            except BaseException as error:  # handed to whoever collects
+                self._results.put(error)
+
+        self._jobs.put(step)
+
+    def collect(self) -> StepResult:
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._worker.join(CLOSE_TIMEOUT_S)
+        if self._rank is not None:
+            self._rank.parallel.collectives.close()
+            self._rank = None
+
+    # ---- the worker --------------------------------------------------------------------------
+
+    def _parallel(self) -> ParallelContext:
+        rank, size = self._place
+        if size == 1:
+            return ParallelContext()
+        return ParallelContext(rank, size, Gloo(rank, size, init_method=self._init_method))
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Run on the worker and wait."""
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def job() -> None:
+            try:
+                answer.put((function(), None))
+            except BaseException as error:  # handed to the caller
+                answer.put((None, error))
+
+        self._jobs.put(job)
+        value, error = answer.get()
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def _work(self) -> None:
+        if self.args.engine_threads:
+            torch.set_num_threads(self.args.engine_threads)
+        while (job := self._jobs.get()) is not None:
+            job()

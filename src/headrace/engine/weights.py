@@ -1,0 +1,217 @@
+"""Loading weights: every tensor of a checkpoint to its place, every parameter from a tensor, or a fatal error.
+
+Tensors stream: a run of rows of one tensor is in memory beside the weights, and a module packs its weight as soon as
+its slots are complete. Pickled weights are never read.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from headrace.engine.checkpoint import StoredTensor, read_checkpoint
+from headrace.hub.source import ModelSource
+from headrace.layers.port import Model
+from headrace.layers.weights import Part, Slot, Target, WeightMap
+
+LoadFormat = Literal["auto", "dummy"]
+
+DUMMY_STD = 0.02
+PROGRESS_AFTER_S = 1.0
+COMPARED_ROWS = 4096
+MAX_NAMES = 8
+"""Most names that a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load brought on this rank."""
+
+    weight_bytes: int
+    """Before packing; tied tensors count once."""
+    num_tensors: int
+    load_s: float
+
+
+def load_weights(
+    model: Model, source: ModelSource, *, load_format: LoadFormat = "auto", progress: bool = True
+) -> LoadReport:
+    """Fill every parameter of the model.
+
+    Args:
+        load_format: "dummy" draws random weights, N(0, 0.02) and norms of scale 1, and reads no tensor.
+        progress: show a bar on stderr when loading takes longer than a second.
+
+    Raises:
+        ValueError: a truncated or damaged file, or tensors missing, unexpected, of a wrong shape, or stored apart though
+            the config ties them. The message names them.
+    """
+    start_s = time.monotonic()
+    weights = model.weight_map()
+    if load_format == "dummy":
+        num_tensors = _fill_dummy(weights)
+    else:
+        num_tensors = _load(weights, source, progress=progress)
+    return LoadReport(weights.weight_bytes, num_tensors, time.monotonic() - start_s)
+
+
+@dataclass(slots=True)
+class _Faults:
+    """What is wrong with a checkpoint, by kind; reported at once."""
+
+    unexpected: list[str] = field(default_factory=list[str])
+    twice: list[str] = field(default_factory=list[str])
+    shapes: list[str] = field(default_factory=list[str])
+    missing: list[str] = field(default_factory=list[str])
+    untied: list[str] = field(default_factory=list[str])
+
+    def check(self, source: ModelSource) -> None:
+        kinds = [
+            ("missing", self.missing, "is the download complete, and does config.json fit it?"),
+            ("unexpected", self.unexpected, "does config.json fit it?"),
+            ("of a wrong shape", self.shapes, "does config.json fit it?"),
+            ("stored twice", self.twice, "keep one of the files"),
+            ("stored with other values, though the config ties them", self.untied, "set tie_word_embeddings to false"),
+        ]
+        found = [(what, names, remedy) for what, names, remedy in kinds if names]
+        if found:
+            lists = "; ".join(f"tensors {what}: {_listed(names)}" for what, names, _ in found)
+            raise ValueError(f"{source.path} doesn't fit the model: {lists} ({found[0][2]})")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
+    _check_names(weights, source)
+    targets = _targets(weights)
+    kept = {name: _tied_view(weights, name) for name in weights.tied.values()}
+    bar = tqdm(
+        total=len(targets),
+        desc="Loading weights",
+        unit="tensor",
+        delay=PROGRESS_AFTER_S,
+        file=sys.stderr,
+        disable=not progress,
+        leave=False,
+    )
+    num_apart = 0
+    with bar, torch.inference_mode():
+        for stored in read_checkpoint(source):
+            name = weights.canonical(stored.name)
+            if name in weights.tied:
+                num_apart += 1
+            elif not weights.is_ignored(name):
+                target = _found(weights, name)
+                stored.read(target.parameter.view(target.slot), target.slot.part)
+                _finish_slot(target)
+                bar.update()
+        if num_apart:
+            _check_ties(weights, source, kept)
+    return len(targets)
+
+
+def _check_names(weights: WeightMap, source: ModelSource) -> None:
+    """Compare names and shapes both ways before any tensor is read."""
+    faults = _Faults()
+    seen: set[str] = set()
+    for stored in read_checkpoint(source):
+        name = weights.canonical(stored.name)
+        if weights.is_ignored(name):
+            continue
+        target = weights.find(weights.tied.get(name, name))
+        if target is None:
+            faults.unexpected.append(stored.name)
+        elif stored.shape != target.slot.shape:
+            faults.shapes.append(f"{stored.name} {list(stored.shape)} instead of {list(target.slot.shape)}")
+        elif name in seen:
+            faults.twice.append(stored.name)
+        seen.add(name)
+    names = [weights.checkpoint_name(target.parameter, target.slot.name) for target in _targets(weights)]
+    faults.missing = [name for name in names if name not in seen]
+    faults.check(source)
+
+
+def _check_ties(weights: WeightMap, source: ModelSource, kept: Mapping[str, Tensor]) -> None:
+    """Tensors that are stored though the config ties them must hold what they are tied to."""
+    faults = _Faults()
+    for stored in read_checkpoint(source):
+        partner = weights.tied.get(weights.canonical(stored.name))
+        if partner is not None and not _is_equal(stored, kept[partner], _found(weights, partner).slot):
+            faults.untied.append(stored.name)
+    faults.check(source)
+
+
+def _is_equal(stored: StoredTensor, loaded: Tensor, slot: Slot) -> bool:
+    """Compares runs of rows, converted to the loaded dtype."""
+    assert slot.part is None or slot.part.dim == 0, "ties are between tensors sharded by rows"
+    first = 0 if slot.part is None else slot.part.start
+    for start in range(0, loaded.shape[0], COMPARED_ROWS):
+        rows = loaded[start : start + COMPARED_ROWS]
+        other = torch.empty_like(rows)
+        stored.read(other, Part(0, first + start, first + start + len(rows)))
+        if not torch.equal(rows, other):
+            return False
+    return True
+
+
+def _targets(weights: WeightMap) -> list[Target]:
+    """Every slot that a checkpoint has to fill."""
+    return [
+        Target(module, parameter, slot)
+        for module in weights.modules
+        for parameter in module.parameters
+        for slot in parameter.slots
+    ]
+
+
+def _found(weights: WeightMap, name: str) -> Target:
+    target = weights.find(name)
+    assert target is not None, name
+    return target
+
+
+def _tied_view(weights: WeightMap, name: str) -> Tensor:
+    """The data that others are tied to. It stays in memory anyhow, as the embedding's table."""
+    target = _found(weights, name)
+    return target.parameter.view(target.slot)
+
+
+def _finish_slot(target: Target) -> None:
+    target.parameter.mark_loaded(target.slot)
+    if all(parameter.is_loaded for parameter in target.module.parameters):
+        target.module.finish()
+
+
+def _fill_dummy(weights: WeightMap) -> int:
+    targets = _targets(weights)
+    with torch.inference_mode():
+        for target in targets:
+            view = target.parameter.view(target.slot)
+            if target.parameter.init == "normal":
+                view.copy_(_noise(target))
+            else:
+                view.fill_(1.0 if target.parameter.init == "one" else 0.0)
+            _finish_slot(target)
+    return len(targets)
+
+
+def _noise(target: Target) -> Tensor:
+    """This rank's part of a tensor that is the same in each run and for any number of ranks."""
+    slot, parameter = target.slot, target.parameter
+    generator = torch.Generator(parameter.device)
+    generator.manual_seed(zlib.crc32(f"{parameter.name}:{slot.name}".encode()))
+    whole = torch.randn(slot.shape, generator=generator, device=parameter.device).mul_(DUMMY_STD)
+    if slot.part is None:
+        return whole
+    return whole.narrow(slot.part.dim, slot.part.start, slot.part.stop - slot.part.start)

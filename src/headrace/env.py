@@ -1,0 +1,55 @@
+"""Every environment variable that Headrace reads, with its default and meaning; no other module reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+CACHE = Variable("HEADRACE_CACHE", "folder", "~/.cache/headrace", "Where fetched models and measured choices are kept.")
+LOG_LEVEL = Variable("HEADRACE_LOG_LEVEL", "log level", "info", "Least important messages shown; a flag goes first.")
+API_KEY = Variable("HEADRACE_API_KEY", "text", "", "Key that clients have to send; several are separated by commas.")
+XDG_CACHE_HOME = Variable(
+    "XDG_CACHE_HOME", "folder", "~/.cache", "The user's cache folder, in which HEADRACE_CACHE lies by default."
+)
+
+VARIABLES: tuple[Variable, ...] = (CACHE, LOG_LEVEL, API_KEY, XDG_CACHE_HOME)
+
+
+def cache_dir() -> Path:
+    """The cache folder, absolute; it need not exist yet."""
+    text = _text(CACHE)
+    if text:
+        return Path(text).expanduser().absolute()
+    return Path(_text(XDG_CACHE_HOME) or "~/.cache").expanduser().absolute() / "headrace"
+
+
+def log_level() -> str:
+    """The log level's name, lower case; `headrace.log.setup` refuses one that does not exist."""
+    return (_text(LOG_LEVEL) or LOG_LEVEL.default).lower()
+
+
+def api_keys() -> list[str]:
+    """API keys; empty when the server is open."""
+    return [key.strip() for key in _text(API_KEY).split(",") if key.strip()]
+
+
+def apply_overrides(overrides: Mapping[str, str] | None) -> None:
+    """Set the variables of `env_overrides`. Call it before anything reads the environment."""
+    os.environ.update(overrides or {})
+
+
+def _text(variable: Variable) -> str:
+    return os.environ.get(variable.name, "").strip()

@@ -1,0 +1,200 @@
+"""A front end on threads: requests go up a link, its messages become finished outputs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from headrace import wire
+from headrace.front.collector import Collector
+from headrace.front.errors import RuntimeFailure
+from headrace.front.request_output import RequestOutput
+from headrace.front.router import Router
+from headrace.log import get
+from headrace.params import SamplingParams
+from headrace.text.tokenizer import Tokenizer
+from headrace.types import Request
+
+__all__ = ["Client", "Link", "OpenLink"]
+
+log = get("front")
+
+JOIN_TIMEOUT_S = 4.0
+
+
+class Link(Protocol):
+    """The way to a runtime. Messages from it come by the callback it was made with, on any one thread."""
+
+    def start(self) -> None:
+        """Return at once; Ready or Failed arrives as a message."""
+        ...
+
+    def send(self, message: wire.Up) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenLink = Callable[[Callable[[wire.Down], None]], Link]
+
+
+class Client:
+    """Owns a link and the thread that turns its messages into text, away from the runtime's own thread."""
+
+    def __init__(self, open_link: OpenLink, *, join_logits: Callable[[list[Any]], Any] = list) -> None:
+        self.router = Router()
+        self.join_logits = join_logits
+        self.info: wire.ModelInfo | None = None
+        self.failure: RuntimeFailure | None = None
+        self._settled = threading.Event()  # info or failure is there
+        self._inbox: queue.SimpleQueue[wire.Down | None] = queue.SimpleQueue()
+        self._stats: queue.SimpleQueue[list[dict[str, Any]]] = queue.SimpleQueue()
+        self._stats_lock = threading.Lock()
+        self._closed = False
+        self._link = open_link(self._inbox.put)
+        self._thread = threading.Thread(target=self._run, name="headrace-front", daemon=True)
+
+    @property
+    def lock(self) -> threading.Lock:
+        return self.router.lock
+
+    def start(self) -> None:
+        self._thread.start()
+        self._link.start()
+
+    def wait_ready(self, *, poll_s: float = 0.2) -> wire.ModelInfo:
+        """Wait for the model. Ctrl-C gets through.
+
+        Raises:
+            RuntimeFailure: it could not be loaded.
+        """
+        while not self._settled.wait(poll_s):
+            pass
+        if self.failure is not None:
+            raise self.failure
+        assert self.info is not None
+        return self.info
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def submit(
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        *,
+        tokenizer: Tokenizer | None,
+        prompt: str | None = None,
+        streaming: bool = False,
+    ) -> RequestOutput:
+        """Send what `RequestBuilder.build` gave for one prompt."""
+        return self.submit_many([(requests, params, prompt)], tokenizer=tokenizer, streaming=streaming)[0]
+
+    def submit_many(
+        self,
+        prompts: Sequence[tuple[Sequence[Request], SamplingParams, str | None]],
+        *,
+        tokenizer: Tokenizer | None,
+        streaming: bool = False,
+    ) -> list[RequestOutput]:
+        """Send several prompts as one message, so that they are scheduled together.
+
+        Raises:
+            RuntimeFailure: the runtime has ended.
+        """
+        self._require_open()
+        outputs: list[RequestOutput] = []
+        together: list[Request] = []
+        for requests, params, text in prompts:
+            collector = Collector(requests, params, tokenizer=tokenizer, streaming=streaming)
+            output = RequestOutput(self, collector, prompt=text, streaming=streaming)
+            collector.owner = output
+            self.router.add(collector)
+            outputs.append(output)
+            together += requests
+        self._link.send(wire.Submit(together))
+        if self.failure is not None:  # it ended while they were being added
+            self._fail_all(self.failure.message)
+        return outputs
+
+    def cancel(self, collector: Collector) -> None:
+        """End a request from this side, now."""
+        with self.lock:
+            ids = self.router.remove(collector)
+            collector.cancel()
+        if ids and not self._closed:
+            self._link.send(wire.Abort(ids))
+        self._notify(collector)
+
+    def stats(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Statistics of the steps since the last call.
+
+        Raises:
+            TimeoutError: the runtime didn't answer.
+            RuntimeFailure: the runtime has ended.
+        """
+        with self._stats_lock:
+            self._require_open()
+            self._link.send(wire.GetStats())
+            try:
+                return self._stats.get(timeout=timeout_s)
+            except queue.Empty:
+                raise TimeoutError(f"the runtime gave no statistics within {timeout_s} s") from None
+
+    def close(self) -> None:
+        """End the runtime and whatever still runs. Takes under 5 s; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        self._link.close()
+        self._inbox.put(None)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(max(deadline - time.monotonic(), 0.1))
+        self._fail_all("the engine was shut down")
+
+    # ---- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (message := self._inbox.get()) is not None:
+            try:
+                self._handle(message)
+            except Exception as error:  # a fault of this side must not leave callers waiting
+                log.exception("front end failed")
+                self._fail(wire.Failed(f"{type(error).__name__}: {error}"))
+
+    def _handle(self, message: wire.Down) -> None:
+        if isinstance(message, wire.Outputs):
+            done = self.router.dispatch(message)
+            for abort in done.aborts:
+                self._link.send(abort)
+            for collector in done.touched:
+                self._notify(collector)
+        elif isinstance(message, wire.Ready):
+            self.info = message.info
+            self._settled.set()
+        elif isinstance(message, wire.Failed):
+            self._fail(message)
+        else:
+            self._stats.put(message.iterations)
+
+    def _fail(self, message: wire.Failed) -> None:
+        self.failure = RuntimeFailure(message.message, traceback=message.traceback, bad_input=message.bad_input)
+        self._settled.set()
+        self._fail_all(message.message)
+
+    def _fail_all(self, message: str) -> None:
+        for collector in self.router.fail_all(message):
+            self._notify(collector)
+
+    def _require_open(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self._closed:
+            raise RuntimeFailure("the engine was shut down: make a new LLM")
+
+    @staticmethod
+    def _notify(collector: Collector) -> None:
+        assert isinstance(collector.owner, RequestOutput)
+        collector.owner.notify()

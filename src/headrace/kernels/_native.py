@@ -1,0 +1,174 @@
+"""The compiled CPU kernels: built once from `native/*.c` with the system's C compiler, kept in the user's cache.
+
+Without a compiler, or where the build fails, `library()` is None and every launcher uses its torch twin.
+
+A kernel's arguments are 64-bit integers (pointers, sizes, strides in elements, flags) and doubles. ctypes gives up
+the GIL during a call. Threads come from the OpenMP runtime that torch has loaded: it is made visible to the kernels,
+which are linked without one of their own, so that there is one pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["dtype_flag", "library", "num_threads", "processor_features"]
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "native"
+BASE_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+HIDDEN_FLAGS = ("-fvisibility=hidden", "-fopenmp")
+COMPILE_TIMEOUT_S = 120
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded kernels, built first if this machine has none yet; None where they can't be had."""
+    try:
+        runtime = _openmp_runtime()
+        if runtime is not None:
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        return _declare(ctypes.CDLL(str(_built(with_openmp=runtime is not None))))
+    except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:
+        log.warning("CPU kernels are not compiled, slower torch code is used: %s", error)
+        return None
+
+
+def num_threads() -> int:
+    """Threads that a kernel uses: torch's own setting."""
+    return torch.get_num_threads()
+
+
+def dtype_flag(tensor: Tensor) -> int | None:
+    """1 for bfloat16, 0 for float32, None for what the kernels don't take."""
+    return {torch.bfloat16: 1, torch.float32: 0}.get(tensor.dtype)
+
+
+@cache
+def processor_features() -> frozenset[str]:
+    """Instruction sets by the names the Linux kernel gives them ("avx2", "avx512_bf16", "amx_bf16")."""
+    return frozenset(word for line in _processor().splitlines() for word in line.split(":")[-1].split())
+
+
+def _openmp_runtime() -> str | None:
+    """Path of the OpenMP library that is mapped into this process (torch's)."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    for line in maps.read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
+            return path
+    return None
+
+
+def _built(*, with_openmp: bool) -> Path:
+    """Path of the shared library for this source, these flags and this processor."""
+    flags = [*BASE_FLAGS, *HIDDEN_FLAGS] if with_openmp else [*BASE_FLAGS, HIDDEN_FLAGS[0]]
+    flags += _machine_flags()
+    sources = sorted(SOURCES.glob("*.c"))
+    digest = hashlib.sha256()
+    for path in [*sources, *sorted(SOURCES.glob("*.h"))]:
+        digest.update(path.read_bytes())
+    digest.update("\0".join([*flags, _processor()]).encode())
+    folder = _cache_dir() / "native" / digest.hexdigest()[:32]
+    library_path = folder / "kernels.so"
+    if not library_path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _build(sources, flags, library_path)
+    return library_path
+
+
+def _build(sources: list[Path], flags: list[str], target: Path) -> None:
+    """Compile the sources side by side, link, and put the result in place at once: other processes may do the same."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise RuntimeError("no C compiler found (install gcc, or set CC)")
+    log.info("compiling the CPU kernels (once on this machine)")
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        objects = [Path(scratch) / f"{path.stem}.o" for path in sources]
+        commands = [
+            [compiler, *flags, "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects, strict=True)
+        ]
+        running = [
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            for command in commands
+        ]
+        errors = [process.communicate(timeout=COMPILE_TIMEOUT_S)[1] for process in running]
+        for process, path, error in zip(running, sources, errors, strict=True):
+            if process.returncode != 0:
+                raise RuntimeError(f"{compiler} refused {path.name}: {_first_error(error)}")
+        linked = Path(scratch) / target.name
+        # Without -fopenmp here, the linker adds no OpenMP runtime of its own.
+        link = [compiler, "-shared", *map(str, objects), "-o", str(linked), "-lm"]
+        made = subprocess.run(link, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        if made.returncode != 0:
+            raise RuntimeError(f"{compiler} could not link: {_first_error(made.stderr)}")
+        os.replace(linked, target)
+
+
+def _first_error(output: str) -> str:
+    lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()
+    return lines[0] if lines else "no message"
+
+
+def _machine_flags() -> list[str]:
+    return ["-mcpu=native"] if platform.machine() == "aarch64" else ["-march=native"]
+
+
+def _processor() -> str:
+    """Model and instruction sets: a cache that several machines share holds a build for each."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    found: dict[str, str] = {}
+    for line in info.read_text().splitlines():
+        key = line.split(":")[0].strip()
+        if key in wanted:
+            found.setdefault(key, line)
+    return "\n".join(sorted(found.values()))
+
+
+def _cache_dir() -> Path:
+    chosen = os.environ.get("HEADRACE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "headrace"
+
+
+_KINDS = {"i": ctypes.c_int64, "d": ctypes.c_double, "b": ctypes.c_char_p}
+_SIGNATURES = {
+    # i: integer or address, d: double, b: packed bytes; all return an integer
+    "hr_count_threads": "i",
+    "hr_rms_norm": "i" * 9 + "d" + "i" * 4,
+    "hr_rope": "i" * 15,
+    "hr_act_mul": "i" * 8,
+    "hr_kv_write": "i" * 19,
+    "hr_paged_attention": "b",
+    "hr_linear": "i" * 12,
+    "hr_linear_pack": "i" * 8,
+    "hr_linear_packed_size": "ii",
+    "hr_linear_rows": "i" * 6,
+}
+
+
+def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    for name, kinds in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype = ctypes.c_int64
+        function.argtypes = [_KINDS[kind] for kind in kinds]
+    return loaded

@@ -1,0 +1,1 @@
+"""Block bookkeeping of the KV cache: pools per layer group, radix index, tables, leases, eviction. Integers only."""

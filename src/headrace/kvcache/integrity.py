@@ -1,0 +1,192 @@
+"""The cache recounted from scratch: what every counter, ring, reference and name should be.
+
+Each function raises AssertionError with the block, node or owner that disagrees, also under `python -O`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from headrace.kvcache.pool import MAX_PRIORITY, NO_NODE, BlockPool
+from headrace.kvcache.radix import DEAD, MANY, NONE, RadixIndex
+from headrace.kvcache.table import NEVER, Table
+from headrace.seam import DUMMY_BLOCK
+
+
+def check_cache(
+    pools: Sequence[BlockPool],
+    index: RadixIndex,
+    tables: Mapping[int, Table],
+    extra_leases: Mapping[tuple[int, int], int],
+) -> None:
+    for group, pool in enumerate(pools):
+        try:
+            check_pool(pool)
+            check_leases(pool, _holders(group, tables, extra_leases))
+        except AssertionError as error:
+            raise AssertionError(f"group {group}: {error}") from None
+    check_index(index, tables)
+    check_names(pools, index)
+    for owner, table in tables.items():
+        try:
+            check_table(table, pools, index)
+        except AssertionError as error:
+            raise AssertionError(f"owner {owner}: {error}") from None
+    check_positions(tables)
+
+
+def check_pool(pool: BlockPool) -> None:
+    """Each block is free, cached or leased, and only one of them."""
+    free = set(pool.free)
+    _require(len(free) == len(pool.free), f"blocks are twice on the free stack: {_twice(pool.free)}")
+    _require(all(DUMMY_BLOCK < block < pool.num_blocks for block in free), f"no such block is free: {sorted(free)}")
+    cached = set(_check_rings(pool))
+    _require(len(cached) == pool.num_cached, f"{len(cached)} blocks in the eviction queue, {pool.num_cached} counted")
+    _require(not free & cached, f"blocks are both free and cached: {sorted(free & cached)}")
+    num_leased = 0
+    for block in range(1, pool.num_blocks):
+        leases = pool.leases[block]
+        if leases < 0:
+            raise AssertionError(f"block {block} has {leases} leases")
+        if leases and (block in free or block in cached):
+            raise AssertionError(f"block {block} is {'free' if block in free else 'cached'} with {leases} leases")
+        if not leases and block not in free and block not in cached:
+            raise AssertionError(f"block {block} is lost: neither free, cached nor leased")
+        num_leased += leases > 0
+    _require(DUMMY_BLOCK not in cached and pool.leases[DUMMY_BLOCK] == 0, "the dummy block is in use")
+    _require(all(pool.node[block] == NO_NODE for block in free), "a free block has a node")
+    _require(all(pool.node[block] != NO_NODE for block in cached), "a cached block has no node")
+    total = len(free) + len(cached) + num_leased
+    _require(total == pool.num_total, f"free + cached + leased blocks are {total}, not {pool.num_total}")
+
+
+def _check_rings(pool: BlockPool) -> list[int]:
+    cached: list[int] = []
+    for level in range(MAX_PRIORITY + 1):
+        end = pool.num_blocks + level
+        block = pool.next[end]
+        if block == end == pool.prev[end] and not pool.levels >> level & 1:
+            continue
+        _require(bool(pool.levels >> level & 1) == (block != end), f"level {level}: the mask is wrong")
+        before = end
+        while block != end:
+            _require(block < pool.num_blocks and pool.prev[block] == before, f"level {level}: broken at block {block}")
+            _require(pool.priority[block] == level, f"block {block} of priority {pool.priority[block]} is in {level}")
+            cached.append(block)
+            _require(len(cached) < pool.num_blocks, f"level {level}: the ring never ends")
+            before, block = block, pool.next[block]
+        _require(pool.prev[end] == before, f"level {level}: broken at its end")
+    return cached
+
+
+def check_leases(pool: BlockPool, holders: Counter[int]) -> None:
+    """The leases of each block are those of the tables that hold it and the extra ones."""
+    for block in range(pool.num_blocks):
+        leases = pool.leases[block]
+        if leases != holders[block]:
+            raise AssertionError(f"block {block} has {leases} leases, {holders[block]} are accounted for")
+
+
+def _holders(group: int, tables: Mapping[int, Table], extra_leases: Mapping[tuple[int, int], int]) -> Counter[int]:
+    holders: Counter[int] = Counter()
+    for table in tables.values():
+        holders.update(table.blocks[group])
+    for (held, block), count in extra_leases.items():
+        if held == group:
+            holders[block] += count
+    return holders
+
+
+def check_index(index: RadixIndex, tables: Mapping[int, Table]) -> None:
+    """Parents, children, edges and use counts agree, and every node hangs from a root."""
+    pins = Counter(table.cursor for table in tables.values())
+    reached: set[int] = set()
+    for space, root in index.roots.items():
+        _require(index.spaces.get(root) == space and index.parent[root] == NONE, f"root {root} isn't of {space}")
+        below = [root]
+        for node in below:
+            if node in reached:
+                raise AssertionError(f"node {node} has two parents")
+            reached.add(node)
+            children = _check_children(index, node)
+            uses = len(children) + pins[node] + sum(blocks[node] != NONE for blocks in index.blocks)
+            if not index.uses[node] == uses > 0:
+                raise AssertionError(f"node {node} counts {index.uses[node]} uses, has {uses}")
+            below += children
+    _require(len(index.spaces) == len(index.roots), "a namespace has no root")
+    spare = set(index.spare)
+    _require(len(spare) == len(index.spare) and not spare & reached, "a spare node is in use or twice spare")
+    _require(all(index.uses[node] == DEAD for node in spare), "a spare node has uses")
+    _require(len(spare) + len(reached) == len(index.key), "nodes are cut off from their root")
+
+
+def _check_children(index: RadixIndex, node: int) -> list[int]:
+    children = index.children(node)
+    forked = index.child[node] == MANY
+    if not forked == (node in index.forks) == (len(children) > 1):
+        raise AssertionError(f"node {node}: the form of its children is wrong")
+    for child in children:
+        key = index.key[child]
+        if index.parent[child] != node:
+            raise AssertionError(f"node {child} is a child of {node}, its parent is {index.parent[child]}")
+        if len(key) != 4 * index.tokens_per_block or (forked and index.forks[node][key] != child):
+            raise AssertionError(f"node {child} isn't where its edge leads")
+    return children
+
+
+def check_names(pools: Sequence[BlockPool], index: RadixIndex) -> None:
+    """A node names a block exactly when the block names the node."""
+    for group, (pool, blocks) in enumerate(zip(pools, index.blocks)):
+        for node, block in enumerate(blocks):
+            named = pool.node[block] if 0 < block < pool.num_blocks else NO_NODE
+            if block != NONE and (named != node or index.uses[node] == DEAD):
+                raise AssertionError(f"group {group}: node {node} names block {block}, which names node {named}")
+        for block, node in enumerate(pool.node):
+            named = blocks[node] if 0 <= node < len(blocks) else NONE
+            if node != NO_NODE and named != block:
+                raise AssertionError(f"group {group}: block {block} names node {node}, which names block {named}")
+
+
+def check_table(table: Table, pools: Sequence[BlockPool], index: RadixIndex) -> None:
+    """The lists are of one length, and each indexed entry is its node's block or a block without a node."""
+    count, size = table.num_blocks, index.tokens_per_block
+    _require(all(len(mine) == count for mine in table.blocks), "the tables differ in length")
+    _require(table.capacity == count * size, f"capacity {table.capacity} with {count} blocks")
+    _require(table.num_announced <= count and table.num_indexed <= count, "the table is shorter than its marks")
+    for mine in table.blocks:
+        _require(len(set(mine)) == count, f"blocks are twice in the table: {_twice(mine)}")
+    if table.cursor == NONE:
+        _require(table.num_indexed == 0 and table.commit_at == NEVER, "no cursor, but indexed blocks")
+        return
+    _require(table.commit_at in (NEVER, (table.num_indexed + 1) * size), f"the next commit is at {table.commit_at}")
+    node = table.cursor
+    for at in range(table.num_indexed - 1, -1, -1):
+        for group, (pool, mine) in enumerate(zip(pools, table.blocks)):
+            named = pool.node[mine[at]]
+            _require(
+                named in (node, NO_NODE),
+                f"entry {at} of group {group} is block {mine[at]} of node {named}, the owner's tokens are at {node}",
+            )
+        node = index.parent[node]
+    _require(index.parent[node] == NONE, f"the cursor isn't {table.num_indexed} blocks below a root")
+
+
+def check_positions(tables: Mapping[int, Table]) -> None:
+    """Owners that share a block have it at the same index."""
+    seen: dict[tuple[int, int], int] = {}
+    for owner, table in tables.items():
+        for group, mine in enumerate(table.blocks):
+            for at, block in enumerate(mine):
+                other = seen.setdefault((group, block), at)
+                if other != at:
+                    raise AssertionError(f"block {block} of group {group} is entry {at} of owner {owner}, also {other}")
+
+
+def _twice(blocks: Sequence[int]) -> list[int]:
+    return [block for block, count in Counter(blocks).items() if count > 1]
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)

@@ -1,0 +1,125 @@
+"""Linear layers: which part of a checkpoint weight a rank keeps, and the recipe that multiplies it.
+
+Column-parallel ranks hold rows of the weight and compute their own output features. Row-parallel ranks hold columns
+and each returns a partial sum, which the next norm reduces (Shoeybi et al. 2019, Megatron-LM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.layers.parallel import ParallelContext
+from headrace.layers.port import Act
+from headrace.layers.weights import Parameter, Part, Slot
+from headrace.quant.port import PreparedWeight, Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One slot of a linear's output: its name, its features in the checkpoint, and [start, stop) of this rank."""
+
+    name: str
+    features: int
+    share: tuple[int, int]
+
+    @property
+    def local_features(self) -> int:
+        return self.share[1] - self.share[0]
+
+
+class Linear:
+    """y = x W^T + b, the weight stored as its recipe wants it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        weight: Sequence[Slot],
+        bias: Sequence[Slot],
+        recipe: Recipe,
+        dtype: torch.dtype,
+        device: torch.device,
+        keeps_bias: bool = True,
+    ) -> None:
+        self.name = name
+        self.recipe = recipe
+        self._weight = Parameter(f"{name}.weight", weight, dtype=dtype, device=device)
+        self._bias = Parameter(f"{name}.bias", bias, dtype=dtype, device=device) if bias else None
+        self._keeps_bias = keeps_bias
+        self._prepared: PreparedWeight | None = None
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self._weight,) if self._bias is None else (self._weight, self._bias)
+
+    def finish(self) -> None:
+        bias = None if self._bias is None else self._bias.take()
+        self._prepared = self.recipe.prepare(self._weight.take(), bias if self._keeps_bias else None)
+
+    def __call__(self, act: Act) -> Tensor:
+        """[tokens, in] -> [tokens, out] of this rank"""
+        assert self._prepared is not None, f"{self.name} is not loaded"
+        return self.recipe.linear(act, self._prepared)
+
+
+def replicated_linear(
+    name: str, in_features: int, out_features: int, *, bias: bool, recipe: Recipe, dtype: torch.dtype, device: torch.device
+) -> Linear:
+    """Every rank holds and computes all of it."""
+    return Linear(
+        name,
+        weight=[Slot("", (out_features, in_features))],
+        bias=[Slot("", (out_features,))] if bias else [],
+        recipe=recipe,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def column_linear(
+    name: str,
+    in_features: int,
+    outputs: Sequence[Output],
+    *,
+    bias: bool,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear:
+    """Each rank computes its share of the output features; slots are fused into one product."""
+    return Linear(
+        name,
+        weight=[Slot(out.name, (out.features, in_features), Part(0, *out.share)) for out in outputs],
+        bias=[Slot(out.name, (out.features,), Part(0, *out.share)) for out in outputs] if bias else [],
+        recipe=recipe,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def row_linear(
+    name: str,
+    in_features: int,
+    out_features: int,
+    *,
+    share: tuple[int, int],
+    bias: bool,
+    parallel: ParallelContext,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear:
+    """Each rank multiplies its share of the input features; the result is a partial sum. Rank 0 adds the bias."""
+    return Linear(
+        name,
+        weight=[Slot("", (out_features, in_features), Part(1, *share))],
+        bias=[Slot("", (out_features,))] if bias else [],
+        recipe=recipe,
+        dtype=dtype,
+        device=device,
+        keeps_bias=parallel.rank == 0,
+    )

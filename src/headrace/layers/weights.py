@@ -1,0 +1,220 @@
+"""Where checkpoint tensors go: parameters with their slots, and the map from checkpoint names to them.
+
+A module declares `Parameter`s: what a checkpoint holds for them (slots, with the checkpoint's shapes) and which
+part of that this rank keeps. A model declares a `WeightMap`: names only. The loader brings the two together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Init = Literal["normal", "zero", "one"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The piece of a checkpoint tensor that a rank keeps: [start, stop) along `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One checkpoint tensor's place in a parameter."""
+
+    name: str
+    """Empty when the parameter is one checkpoint tensor."""
+    shape: tuple[int, ...]
+    """In the checkpoint."""
+    part: Part | None = None
+    """What this rank keeps; None is everything."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        if self.part is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.part.dim] = self.part.stop - self.part.start
+        return tuple(shape)
+
+
+class Parameter:
+    """One tensor of a module on this rank, filled slot by slot.
+
+    Slots lie one after another along dim 0. Storage is allocated when the first slot arrives and leaves with `take`,
+    so that a module can pack its weight and drop the plain one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        init: Init = "normal",
+        num_padding: int = 0,
+    ) -> None:
+        """
+        Args:
+            init: what `load_format: dummy` fills it with.
+            num_padding: zero rows after the last slot.
+        """
+        self.name = name
+        self.slots = tuple(slots)
+        self.dtype = dtype
+        self.device = device
+        self.init: Init = init
+        rows = sum(slot.local_shape[0] for slot in self.slots) + num_padding
+        self.shape = (rows, *self.slots[0].local_shape[1:])
+        self._data: Tensor | None = None
+        self._missing = {slot.name for slot in self.slots}
+
+    @property
+    def size_bytes(self) -> int:
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+    @property
+    def is_loaded(self) -> bool:
+        return not self._missing
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the slots that have not arrived."""
+        return [slot.name for slot in self.slots if slot.name in self._missing]
+
+    def slot(self, name: str) -> Slot:
+        for slot in self.slots:
+            if slot.name == name:
+                return slot
+        raise AssertionError(f"{self.name} has no slot {name!r}")
+
+    def view(self, slot: Slot) -> Tensor:
+        """The place to write a slot's part to."""
+        if self._data is None:
+            self._data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        offset = 0
+        for other in self.slots:
+            if other is slot:
+                break
+            offset += other.local_shape[0]
+        return self._data.narrow(0, offset, slot.local_shape[0])
+
+    def mark_loaded(self, slot: Slot) -> None:
+        self._missing.discard(slot.name)
+
+    def take(self) -> Tensor:
+        """Hand over the data; the parameter keeps nothing."""
+        assert self._data is not None and self.is_loaded, self.name
+        data, self._data = self._data, None
+        return data
+
+
+class Loadable(Protocol):
+    """A module with parameters. `finish` is called once, when all of them are loaded."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint tensor (or one of the equal-ranked pieces of a fused one) goes."""
+
+    module: Loadable
+    parameter: Parameter
+    slot: Slot
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Checkpoint names -> parameters and slots.
+
+    In names, `*` stands for one segment between dots; stars of a target are filled from the name's, in order.
+
+    Fields:
+        modules: every module that has parameters.
+        rules: checkpoint name -> `parameter` or `parameter:slot`.
+        ignored: names that may stand in a checkpoint and are of no use, such as a rotary `inv_freq`.
+        tied: checkpoint name -> the checkpoint name that it is the same tensor as. It may be left out of the
+            checkpoint, and must be equal where it isn't.
+        renamed: prefix -> prefix, tried in order before the rules; the first that fits is replaced.
+    """
+
+    modules: Sequence[Loadable]
+    rules: Mapping[str, str]
+    ignored: Sequence[str] = ()
+    tied: Mapping[str, str] = field(default_factory=dict[str, str])
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def canonical(self, name: str) -> str:
+        for old, new in self.renamed.items():
+            if name.startswith(old):
+                return new + name[len(old) :]
+        return name
+
+    def is_ignored(self, name: str) -> bool:
+        return any(pattern.fullmatch(name) for pattern in self._ignored)
+
+    def find(self, name: str) -> Target | None:
+        """The place of a checkpoint tensor (by its canonical name); None when no rule or no parameter fits."""
+        for pattern, target in self._rules:
+            match = pattern.fullmatch(name)
+            if match:
+                parameter, _, slot = _fill(target, match.groups()).partition(":")
+                if parameter in self._parameters:
+                    module, found = self._parameters[parameter]
+                    return Target(module, found, found.slot(slot))
+        return None
+
+    def checkpoint_name(self, parameter: Parameter, slot_name: str) -> str:
+        """The inverse of `find`, for messages: what a checkpoint calls this slot."""
+        wanted = f"{parameter.name}:{slot_name}" if slot_name else parameter.name
+        for source, target in self.rules.items():
+            match = _pattern(target).fullmatch(wanted)
+            if match:
+                return _fill(source, match.groups())
+        return wanted
+
+    @property
+    def weight_bytes(self) -> int:
+        """On this rank, before any packing; known before anything is loaded."""
+        return sum(parameter.size_bytes for _, parameter in self._parameters.values())
+
+    @cached_property
+    def _parameters(self) -> dict[str, tuple[Loadable, Parameter]]:
+        return {parameter.name: (module, parameter) for module in self.modules for parameter in module.parameters}
+
+    @cached_property
+    def _rules(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(_pattern(source), target) for source, target in self.rules.items()]
+
+    @cached_property
+    def _ignored(self) -> list[re.Pattern[str]]:
+        return [_pattern(pattern) for pattern in self.ignored]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """`*` is one segment, `**` any number of them."""
+    pieces = re.split(r"(\*\*|\*)", name)
+    wild = {"**": "(.+)", "*": "([^.:]+)"}
+    return re.compile("".join(wild.get(piece) or re.escape(piece) for piece in pieces))
+
+
+def _fill(name: str, segments: Sequence[str]) -> str:
+    filled = iter(segments)
+    return re.sub(r"\*", lambda _: next(filled), name)

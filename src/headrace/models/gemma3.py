@@ -1,0 +1,191 @@
+"""Gemma 3, text (Gemma team 2025): sliding-window layers between full ones, each kind with a rope of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.layers.attention import Attention, Heads
+from headrace.layers.decoder import ROTARY_NAMES, Decoder
+from headrace.layers.factory import LayerFactory
+from headrace.layers.hf_config import HfConfig
+from headrace.layers.mlp import Mlp
+from headrace.layers.norm import Norm
+from headrace.layers.port import ForwardStep, Mixer
+from headrace.layers.rope import RopeSettings, rope_settings
+from headrace.layers.weights import WeightMap
+from headrace.layers.window import FULL, SLIDING, layer_kinds
+
+__all__ = ["Gemma3Model"]
+
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+"""What transformers takes for keys that a config leaves out; the published configs leave out many."""
+
+GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+
+RULES = {
+    "model.embed_tokens.weight": "embed.weight",
+    "model.layers.*.input_layernorm.weight": "layers.*.input_norm.weight",
+    "model.layers.*.self_attn.q_proj.*": "layers.*.attention.qkv.*:q",
+    "model.layers.*.self_attn.k_proj.*": "layers.*.attention.qkv.*:k",
+    "model.layers.*.self_attn.v_proj.*": "layers.*.attention.qkv.*:v",
+    "model.layers.*.self_attn.o_proj.*": "layers.*.attention.out.*",
+    "model.layers.*.self_attn.q_norm.weight": "layers.*.attention.q_norm.weight",
+    "model.layers.*.self_attn.k_norm.weight": "layers.*.attention.k_norm.weight",
+    "model.layers.*.post_attention_layernorm.weight": "layers.*.attention_post_norm.weight",
+    "model.layers.*.pre_feedforward_layernorm.weight": "layers.*.mlp_norm.weight",
+    "model.layers.*.mlp.gate_proj.*": "layers.*.mlp.gate_up.*:gate",
+    "model.layers.*.mlp.up_proj.*": "layers.*.mlp.gate_up.*:up",
+    "model.layers.*.mlp.down_proj.*": "layers.*.mlp.down.*",
+    "model.layers.*.post_feedforward_layernorm.weight": "layers.*.mlp_post_norm.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+}
+
+VISION_NAMES = ("model.vision_tower.**", "model.multi_modal_projector.**", "vision_tower.**", "multi_modal_projector.**")
+"""What multimodal checkpoints hold beside the language model."""
+
+RENAMED = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""Prefixes of the language model in multimodal checkpoints, older and newer."""
+
+
+class Gemma3Layer:
+    """Norms before and after each block: x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    def __init__(
+        self, *, input_norm: Norm, attention: Attention, attention_post_norm: Norm, mlp_norm: Norm, mlp: Mlp, mlp_post_norm: Norm
+    ) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.attention_post_norm = attention_post_norm
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_post_norm = mlp_post_norm
+        self.spec = attention.spec
+
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Heads, Tensor]:
+        act, residual = self.input_norm(partial, residual)
+        return self.attention.project(act, step), residual
+
+    def mix(self, mixer_input: Any, mixer: Mixer) -> Tensor:
+        q, k, v = mixer_input
+        return mixer(q, k, v).flatten(1)
+
+    def after(self, mixed: Tensor, residual: Tensor) -> tuple[None, Tensor]:
+        residual = self.attention_post_norm.settle(self.attention.output(mixed), residual)
+        act, residual = self.mlp_norm(None, residual)
+        return None, self.mlp_post_norm.settle(self.mlp(act), residual)
+
+
+class Gemma3Model(Decoder):
+    """The text model, also of multimodal checkpoints; images are not read."""
+
+    model_types = ("gemma3_text", "gemma3")
+
+    def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
+        text, is_tied = _text_config(config)
+        hidden_size, vocab_size = text.integer("hidden_size"), text.integer("vocab_size")
+        kinds = layer_kinds(text, sliding_pattern=text.integer("sliding_window_pattern"))
+        embedding = factory.embedding("embed", vocab_size, hidden_size)
+        super().__init__(
+            embedding=embedding,
+            layers=[_layer(text, factory, f"layers.{i}", kind=kind) for i, kind in enumerate(kinds)],
+            norm=factory.norm("norm", hidden_size, eps=text.number("rms_norm_eps", 1e-6), plus_one=True),
+            head=factory.head(
+                "head",
+                vocab_size,
+                hidden_size,
+                tied_to=embedding if is_tied else None,
+                soft_cap=text.get("final_logit_softcapping"),
+            ),
+            ropes={kind: factory.rotary(_rope_settings(text, kind), text.head_dim()) for kind in sorted(set(kinds))},
+            max_position=text.integer("max_position_embeddings"),
+        )
+        # In the dtype of the weights, as the model was trained: in bfloat16 the root of 3072 is 55.5, not 55.4256.
+        self.embedding_scale = torch.tensor(hidden_size**0.5, dtype=factory.dtype, device=factory.device)
+        self._weights = factory.weight_map(
+            RULES,
+            ignored=(*ROTARY_NAMES, *VISION_NAMES),
+            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
+            renamed=RENAMED,
+        )
+
+    def weight_map(self) -> WeightMap:
+        return self._weights
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids) * self.embedding_scale
+
+
+def _text_config(config: HfConfig) -> tuple[HfConfig, bool]:
+    """(the language model's config, whether head and embedding are tied). Either config may state the tie."""
+    text = config.section("text_config") if "text_config" in config else config
+    text = text.with_defaults(DEFAULTS)
+    if text.flag("use_bidirectional_attention", False):
+        raise ValueError(f"{text.place}: use_bidirectional_attention is for embedding models, which are not served")
+    return text, text.flag("tie_word_embeddings", config.flag("tie_word_embeddings", True))
+
+
+def _rope_settings(config: HfConfig, kind: str) -> RopeSettings:
+    """`rope_parameters` by layer type; older configs scale full layers only and name the local base apart."""
+    if "rope_parameters" in config:
+        return rope_settings(config, layer_type=kind, default_theta=GLOBAL_THETA if kind == FULL else LOCAL_THETA)
+    if kind == FULL:
+        return rope_settings(config, default_theta=GLOBAL_THETA)
+    local = {"rope_theta": config.number("rope_local_base_freq", LOCAL_THETA)}
+    return rope_settings({**config, "rope_scaling": None, **local}, default_theta=LOCAL_THETA)
+
+
+def _layer(config: HfConfig, factory: LayerFactory, name: str, *, kind: str) -> Gemma3Layer:
+    hidden_size, head_dim = config.integer("hidden_size"), config.head_dim()
+    eps = config.number("rms_norm_eps", 1e-6)
+    has_bias = config.flag("attention_bias", False)
+
+    def norm(part: str) -> Norm:
+        return factory.norm(f"{name}.{part}", hidden_size, eps=eps, plus_one=True)
+
+    return Gemma3Layer(
+        input_norm=norm("input_norm"),
+        attention=factory.attention(
+            f"{name}.attention",
+            hidden_size=hidden_size,
+            num_heads=config.integer("num_attention_heads"),
+            num_kv_heads=config.num_kv_heads(),
+            head_dim=head_dim,
+            rope=kind,
+            scale=config.number("query_pre_attn_scalar") ** -0.5,
+            window=config.integer("sliding_window") if kind == SLIDING else None,
+            soft_cap=config.get("attn_logit_softcapping"),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+            q_norm=factory.head_norm(f"{name}.attention.q_norm", head_dim, eps=eps, plus_one=True),
+            k_norm=factory.head_norm(f"{name}.attention.k_norm", head_dim, eps=eps, plus_one=True),
+        ),
+        attention_post_norm=norm("attention_post_norm"),
+        mlp_norm=norm("mlp_norm"),
+        mlp=factory.mlp(
+            f"{name}.mlp",
+            hidden_size=hidden_size,
+            intermediate_size=config.integer("intermediate_size"),
+            act=config.text("hidden_activation", "gelu_pytorch_tanh"),
+        ),
+        mlp_post_norm=norm("mlp_post_norm"),
+    )

@@ -1,0 +1,64 @@
+"""Child processes: started by module name, told what to do on standard input, ended with their parent.
+
+A child's standard input stays open as long as its parent lives; its end is how a child notices that
+the parent has died. No fork (threads and CUDA do not survive it) and no pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+WAIT_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads at a barrier sleep: a spinning one would hold the core that the last thread needs."""
+
+
+def start_child(module: str, order: bytes, *, capture_stderr: bool = False) -> subprocess.Popen[bytes]:
+    """`python -m module`, with `order` and a newline on its standard input."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE if capture_stderr else None,
+        env={**WAIT_POLICY, **os.environ},
+        start_new_session=True,  # Ctrl-C reaches the parent, which ends its children in order
+    )
+    assert child.stdin is not None
+    child.stdin.write(order + b"\n")
+    child.stdin.flush()
+    return child
+
+
+def read_order() -> bytes:
+    """In the child: the line that `start_child` wrote."""
+    return sys.stdin.buffer.readline()
+
+
+def end_with_parent() -> None:
+    """In the child: exit at once when the parent's end of standard input closes."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="headrace-parent-watch", daemon=True).start()
+
+
+def end_children(children: Sequence[subprocess.Popen[bytes]], *, timeout_s: float) -> None:
+    """Close their input, wait, then kill. None is left afterwards."""
+    for child in children:
+        if child.stdin is not None and not child.stdin.closed:
+            try:
+                child.stdin.close()
+            except BrokenPipeError:
+                pass
+    deadline_s = time.monotonic() + timeout_s
+    for child in children:
+        try:
+            child.wait(max(deadline_s - time.monotonic(), 0.05))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

@@ -1,0 +1,83 @@
+"""Building a runtime: open the engine, settle, and make the loop. Used in a process of its own or on a thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace import wire
+from headrace.config.llm_args import LlmArgs
+from headrace.hub.source import ModelSource
+from headrace.kvcache.manager import KvCache
+from headrace.log import phase
+from headrace.runtime.loop import Link, Loop
+from headrace.runtime.settle import Settled, settle
+from headrace.runtime.stats import IterationStats
+from headrace.scheduler.scheduler import Scheduler
+from headrace.seam import EngineFacts, EnginePort
+
+log = logging.getLogger("headrace.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    engine: EnginePort
+    facts: EngineFacts
+    settled: Settled
+    scheduler: Scheduler
+
+    def loop(self, args: LlmArgs, link: Link) -> Loop:
+        limit = args.iter_stats_max_iterations
+        stats = IterationStats(
+            enabled=args.enable_iter_perf_stats,
+            max_iterations=1000 if limit is None else limit,
+            print_log=args.print_iter_log,
+        )
+        return Loop(self.scheduler, self.engine, link, stats)
+
+
+def open_core(args: LlmArgs, engine: EnginePort) -> Core:
+    """Load, settle, allocate. Closes the engine when any of it fails."""
+    try:
+        facts = engine.open()
+        settled = settle(args, facts)
+        with phase("allocating the KV cache"):
+            engine.allocate(settled.num_blocks, settled.scheduler.num_slots)
+    except BaseException:
+        engine.close()
+        raise
+    log.info("%s", settled.table)
+    caches = [
+        KvCache(
+            facts.groups,
+            tokens_per_block=settled.scheduler.tokens_per_block,
+            num_blocks=settled.num_blocks,
+            reuse=settled.scheduler.reuse,
+        )
+        for _ in range(facts.num_sections)
+    ]
+    return Core(engine, facts, settled, Scheduler(settled.scheduler, caches))
+
+
+def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: float) -> wire.ModelInfo:
+    settings = core.settled.scheduler
+    return wire.ModelInfo(
+        model=source.name,
+        model_type=core.facts.model_type,
+        vocab_size=core.facts.vocab_size,
+        num_valid_ids=core.facts.num_valid_ids,
+        max_seq_len=settings.max_seq_len,
+        max_num_tokens=settings.max_num_tokens,
+        max_batch_size=settings.max_batch_size,
+        max_beam_width=args.max_beam_width,
+        enable_chunked_prefill=settings.chunked_prefill,
+        kv_num_blocks=core.settled.usable_blocks,
+        tokens_per_block=settings.tokens_per_block,
+        settings=args.model_dump(mode="json"),
+        startup_s=time.monotonic() - started_s,
+    )
+
+
+EngineFactory = Callable[[], EnginePort]

@@ -1,0 +1,25 @@
+"""Which engine a configuration means: one rank in this process, or several ranks in their own."""
+
+from __future__ import annotations
+
+from headrace.config.llm_args import LlmArgs
+from headrace.engine.engine import Engine
+from headrace.hub.source import ModelSource
+from headrace.runtime.ranks import RankGroup
+from headrace.seam import EnginePort
+
+
+def make_engine(args: LlmArgs, source: ModelSource) -> EnginePort:
+    num_valid_ids = None if args.skip_tokenizer_init else tokenizer_size(args, source)
+    if args.tensor_parallel_size > 1:
+        return RankGroup(args, source, size=args.tensor_parallel_size, num_valid_ids=num_valid_ids)
+    return Engine(args, source, num_valid_ids=num_valid_ids)
+
+
+def tokenizer_size(args: LlmArgs, source: ModelSource) -> int | None:
+    """Ids the tokenizer knows: what lies beyond in a padded embedding is never sampled."""
+    from headrace.text.tokenizer import load_tokenizer
+
+    if args.tokenizer is not None and not isinstance(args.tokenizer, str):
+        return None
+    return load_tokenizer(args.tokenizer or source, mode=args.tokenizer_mode).vocab_size

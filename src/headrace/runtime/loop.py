@@ -1,0 +1,98 @@
+"""The step loop: drain the inbox, plan, submit, collect, commit, send."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace import wire
+from headrace.runtime.stats import IterationStats
+from headrace.scheduler.scheduler import Outbox, Scheduler
+from headrace.seam import EnginePort
+
+IDLE_WAIT_S = 0.5
+"""Longest sleep with nothing to do; an arriving message ends it."""
+HELD_WAIT_S = 0.001
+"""Sleep when requests wait for something else than a step (a grammar, a fuller batch)."""
+
+
+class Link(Protocol):
+    """Where messages of front ends come from and outputs go to."""
+
+    def receive(self, wait_s: float) -> Sequence[wire.Up]:
+        """Messages that are there; waits up to `wait_s` for a first one."""
+        ...
+
+    def send(self, outbox: Outbox, step: int) -> None:
+        """Route tokens and deltas to the front ends that own them."""
+        ...
+
+    def reply(self, message: wire.Down) -> None:
+        """Answer the front end whose message `receive` gave last."""
+        ...
+
+
+class Loop:
+    """One runtime: a scheduler, an engine and the link to the front ends.
+
+    Overlap is the same loop with more plans in flight: with `depth` 1 the next plan is made and
+    submitted before the last result is collected.
+    """
+
+    def __init__(self, scheduler: Scheduler, engine: EnginePort, link: Link, stats: IterationStats) -> None:
+        self.scheduler = scheduler
+        self.engine = engine
+        self.link = link
+        self.stats = stats
+        self.steps = 0
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until a Shutdown message; raises what the engine raises."""
+        while not self._stopping:
+            self._drain()
+            self.step()
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        plan = scheduler.plan(time.monotonic())
+        self._send(Outbox.of(scheduler.take_deltas()))
+        if plan is not None:
+            self.engine.submit(plan)
+        if scheduler.num_in_flight > (scheduler.settings.depth if plan is not None else 0):
+            result = self.engine.collect()
+            outbox = scheduler.commit(result)
+            self.steps += 1
+            self.stats.record(scheduler, result)
+            self._send(outbox)
+
+    def _send(self, outbox: Outbox) -> None:
+        if outbox:
+            self.link.send(outbox, self.steps)
+
+    def _drain(self) -> None:
+        for message in self.link.receive(self._patience()):
+            self._handle(message)
+
+    def _patience(self) -> float:
+        """How long the inbox may be waited for: not at all while steps can be made."""
+        scheduler = self.scheduler
+        if not scheduler.has_work:
+            return IDLE_WAIT_S
+        return 0.0 if scheduler.num_in_flight or scheduler.num_active else HELD_WAIT_S
+
+    def _handle(self, message: wire.Up) -> None:
+        match message:
+            case wire.Submit(requests):
+                for request in requests:
+                    self.scheduler.add(request)
+            case wire.Abort(ids, reason):
+                for request_id in ids:
+                    self.scheduler.abort(request_id, reason)
+            case wire.GetStats():
+                self.link.reply(wire.Stats(self.stats.take()))
+            case wire.Shutdown():
+                self._stopping = True
+            case wire.Hello():
+                pass  # the link knows its front ends

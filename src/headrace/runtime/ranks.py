@@ -1,0 +1,132 @@
+"""Several ranks behind one engine port: a process a rank, the plan broadcast, the first rank's result returned."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from headrace.config.llm_args import LlmArgs
+from headrace.hub.source import ModelSource
+from headrace.runtime.packing import pack_args, pack_source
+from headrace.runtime import codec
+from headrace.runtime.children import end_children, start_child
+from headrace.seam import EngineFacts, StepPlan, StepResult
+
+Message = TypeVar("Message", codec.Opened, codec.Allocated, codec.Done)
+
+POLL_S = 0.2
+CLOSE_TIMEOUT_S = 4.0
+
+
+class RankFailed(RuntimeError):
+    """A rank is dead or cannot go on; the message names it."""
+
+
+class RankGroup:
+    """Tensor-parallel ranks on this machine. Implements `seam.EnginePort`.
+
+    Every rank computes the same step on its share of the weights and samples the same tokens (noise is
+    keyed by request and position), so only the first rank's tokens travel.
+    """
+
+    def __init__(self, args: LlmArgs, source: ModelSource, *, size: int, num_valid_ids: int | None) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-ranks-")
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._closed = False
+        meeting = f"file://{self._folder.name}/meeting"
+        for rank in range(size):
+            address = f"ipc://{self._folder.name}/rank-{rank}"
+            socket = self._context.socket(zmq.PAIR)
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address)
+            self._sockets.append(socket)
+            order = RankOrder(
+                args=pack_args(args),
+                source=pack_source(source),
+                rank=rank,
+                size=size,
+                init_method=meeting,
+                address=address,
+                num_valid_ids=num_valid_ids,
+            )
+            self._processes.append(start_child("headrace.runtime.rank", msgspec.json.encode(order)))
+
+    # ---- the port ----------------------------------------------------------------------------
+
+    def open(self) -> EngineFacts:
+        facts = [self._expect(rank, codec.Opened).facts for rank in range(self.size)]
+        return _smallest(facts)
+
+    def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
+        self._broadcast(codec.Allocate(num_blocks, num_slots))
+        for rank in range(self.size):
+            self._expect(rank, codec.Allocated)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._broadcast(codec.Step(plan))
+
+    def collect(self) -> StepResult:
+        results = [self._expect(rank, codec.Done).result for rank in range(self.size)]
+        return results[0]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        end_children(self._processes, timeout_s=CLOSE_TIMEOUT_S)
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
+        self._folder.cleanup()
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def _broadcast(self, message: codec.ToRank) -> None:
+        data = codec.encode(message)
+        for socket in self._sockets:
+            socket.send(data)
+
+    def _expect(self, rank: int, kind: type[Message]) -> Message:
+        """The rank's next message; watches all ranks while waiting, since any one stops the others."""
+        while not self._sockets[rank].poll(int(POLL_S * 1000)):
+            for other, process in enumerate(self._processes):
+                if process.poll() is not None and not self._sockets[other].poll(0):
+                    raise RankFailed(f"rank {other} ended with exit code {process.returncode}")
+        message = codec.decode_from_rank(self._sockets[rank].recv())
+        if isinstance(message, codec.Broken):
+            text = f"rank {rank}: {message.message}"
+            raise ValueError(text) if message.bad_input else RankFailed(text)
+        assert isinstance(message, kind), message
+        return message
+
+
+class RankOrder(msgspec.Struct):
+    """What a rank's process is told on its standard input."""
+
+    args: dict[str, Any]
+    source: dict[str, str | None]
+    rank: int
+    size: int
+    init_method: str
+    address: str
+    num_valid_ids: int | None
+
+
+def _smallest(facts: Sequence[EngineFacts]) -> EngineFacts:
+    """One rank's view for all: the memory of the fullest."""
+    return dataclasses.replace(
+        facts[0],
+        weight_bytes=max(each.weight_bytes for each in facts),
+        activation_bytes=max(each.activation_bytes for each in facts),
+        free_bytes=min(each.free_bytes for each in facts),
+    )

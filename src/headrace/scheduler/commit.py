@@ -1,0 +1,284 @@
+"""Applying a result: tokens to requests, requests to their end, blocks to the prefix index."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.scheduler.beam import BeamRows
+from headrace.scheduler.request import Active, closed, stamp
+from headrace.scheduler.section import ContextRow, Planned, SectionScheduler
+from headrace.seam import Ints, RowLogprobs, SectionResult
+from headrace.types import Delta, FinishReason, Logprobs
+
+
+@dataclass(slots=True)
+class Committed:
+    """What one section's result brought."""
+
+    plain_ids: list[np.ndarray] = field(default_factory=list)  # int64 ids that got one token each
+    plain_tokens: list[np.ndarray] = field(default_factory=list)  # int32
+    deltas: list[Delta] = field(default_factory=list)
+    ended: list[Active] = field(default_factory=list)
+    """Requests that reached their terminal state in this commit."""
+    num_context_tokens: int = 0
+    num_generated: int = 0
+
+
+def to_logprobs(rows: RowLogprobs) -> list[Logprobs]:
+    """Chosen first, then the top K without the chosen one repeated; ranks of the top K are 1, 2, ..."""
+    entries: list[Logprobs] = []
+    for ids, values, rank in zip(rows.ids.tolist(), rows.values.tolist(), rows.ranks.tolist(), strict=True):
+        kept = [(ids[0], values[0], rank)]
+        kept += [(token, value, at + 1) for at, (token, value) in enumerate(zip(ids[1:], values[1:], strict=True))]
+        if len(kept) > 1:
+            kept = kept[:1] + [entry for entry in kept[1:] if entry[0] != ids[0]]
+        entries.append(Logprobs([k[0] for k in kept], [k[1] for k in kept], [k[2] for k in kept]))
+    return entries
+
+
+def ending(active: Active, token: int, length: int, min_len: int) -> FinishReason | None:
+    """Whether `token`, which makes the sequence `length` long, ends it. The device decides the same."""
+    if token in active.request.stop_ids and length > min_len:
+        return "stop"
+    return "length" if length >= active.limit else None
+
+
+class Commit:
+    """One section's result applied to its scheduler; lives for one call."""
+
+    def __init__(self, section: SectionScheduler, planned: Planned, result: SectionResult) -> None:
+        assert len(result.num_accepted) == planned.num_rows, "a result must answer the plan's rows"
+        self.section = section
+        self.planned = planned
+        self.result = result
+        self.now_s = time.monotonic()
+        self.out = Committed()
+        self._offsets: Ints = np.concatenate([[0], np.cumsum(result.num_accepted)]).astype(np.int32)
+
+    def run(self) -> Committed:
+        row = 0
+        for context in self.planned.context:
+            self._commit_context(row, context)
+            row += 1
+        for beams in self.planned.beams:
+            self._commit_beams(range(row, row + len(beams.slots)), beams)
+            row += len(beams.slots)
+        self._commit_generation(row)
+        return self.out
+
+    # ---- rows --------------------------------------------------------------------------------
+
+    def _commit_context(self, row: int, context: ContextRow) -> None:
+        active = context.active
+        slots = self.section.slots
+        slots.rows_in_flight[active.slot] -= 1
+        self.out.num_context_tokens += context.count
+        beam = active.request.beam is not None
+        if context.samples and not beam:
+            slots.pending[active.slot] -= 1
+            slots.samples_in_flight[active.slot] -= 1
+        if row in self.result.errors and active.finish is None:
+            self._end(active, "error", error=self.result.errors[row])
+        if active.finish is not None:
+            self._drained(active)
+            return
+        prompt_logprobs = self._collect_prompt_logprobs(row, context)
+        self._index(active, context.start + context.count)
+        if context.samples and beam:
+            self.section.beams[active.slot].commit([self.result.logprobs[row]])
+            self._close_beams(active)
+        elif context.samples:
+            self._append(active, self._tokens(row), row, prompt_logprobs)
+        self._drained(active)
+
+    def _commit_beams(self, rows: range, beams: BeamRows) -> None:
+        active = beams.beams.active
+        self.section.slots.rows_in_flight[active.slot] -= 1
+        for row in rows:
+            if row in self.result.errors and active.finish is None:
+                self._end(active, "error", error=self.result.errors[row])
+        if active.finish is None:
+            beams.beams.commit([self.result.logprobs[row] for row in rows])
+            self._close_beams(active)
+        self._drained(active)
+
+    def _commit_generation(self, first: int) -> None:
+        """The many: arrays for what is plain, objects for rows at an end, an edge or with extras."""
+        slots, generation = self.section.slots, self.planned.generation
+        if not len(generation):
+            return
+        settings = self.section.settings
+        accepted = self.result.num_accepted[first:]
+        slots.pending[generation] -= 1 + settings.draft_len
+        slots.rows_in_flight[generation] -= 1
+        slots.samples_in_flight[generation] -= 1
+        rich = self._rich_rows(first, accepted)
+        tokens = self.result.tokens[self._offsets[first] :]
+        if settings.draft_len == 0 and not rich.all():
+            plain = ~rich
+            one = generation[plain]
+            chosen = self.result.tokens[self._offsets[first:-1][plain]]
+            for slot, token in zip(one.tolist(), chosen.tolist(), strict=True):
+                active = slots.by_slot[slot]
+                assert active is not None
+                active.tokens.append(token)
+            slots.length[one] += 1
+            self.out.num_generated += len(one)
+            self.out.plain_ids.append(slots.request_id[one])
+            self.out.plain_tokens.append(chosen)
+            self._index_full(one)
+        assert len(tokens) == int(accepted.sum())
+        for at in np.flatnonzero(rich).tolist():
+            self._commit_rich(first + at, int(generation[at]))
+
+    def _rich_rows(self, first: int, accepted: Ints) -> np.ndarray:
+        """Rows that end, are draining, accept other than one token or carry extras."""
+        slots, generation = self.section.slots, self.planned.generation
+        rich = accepted != 1
+        if self.section.settings.draft_len:
+            return np.ones(len(generation), np.bool_)
+        starts = np.minimum(self._offsets[first:-1], max(len(self.result.tokens) - 1, 0))
+        if len(self.result.tokens):
+            tokens = self.result.tokens[starts]
+            rich = rich | (tokens[:, None] == slots.stop_ids[generation]).any(axis=1)
+        rich = rich | (slots.length[generation] + 1 >= slots.max_len[generation])
+        rich = rich | ~slots.generating[generation]
+        for row in (*self.result.logprobs, *self.result.errors, *self.result.logits):
+            if row >= first:
+                rich[row - first] = True
+        return rich
+
+    def _commit_rich(self, row: int, slot: int) -> None:
+        active = self.section.slots.by_slot[slot]
+        assert active is not None, "a slot with rows in flight has an owner"
+        if row in self.result.errors and active.finish is None:
+            self._end(active, "error", error=self.result.errors[row])
+        if active.finish is None:
+            self._append(active, self._tokens(row), row, None)
+        self._drained(active)
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def _tokens(self, row: int) -> list[int]:
+        return self.result.tokens[self._offsets[row] : self._offsets[row + 1]].tolist()
+
+    def _append(
+        self, active: Active, tokens: list[int], row: int, prompt_logprobs: list[Logprobs | None] | None
+    ) -> None:
+        """Accepted tokens, up to the one that ends the request; a preempting request keeps them too."""
+        slots, slot = self.section.slots, active.slot
+        min_len = int(slots.min_len[slot])
+        finish: FinishReason | None = None
+        kept = 0
+        for token in tokens:
+            active.tokens.append(token)
+            kept += 1
+            finish = ending(active, token, len(active.tokens), min_len)
+            if finish is not None:
+                break
+        slots.length[slot] = len(active.tokens)
+        self.out.num_generated += kept
+        if kept == 0 and prompt_logprobs is None:
+            return
+        first = len(active.tokens) - kept == len(active.request.prompt)
+        active.times = stamp(active.times, first_token_s=self.now_s) if first else active.times
+        self._index(active, len(active.tokens) - 1)
+        logprobs = to_logprobs(self.result.logprobs[row])[:kept] if row in self.result.logprobs else []
+        delta = Delta(
+            id=active.request.id,
+            tokens=tokens[:kept],
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=active.cached_tokens,
+            logits=self.result.logits.get(row),
+        )
+        self._emit(active, delta, finish, stop_token=tokens[kept - 1] if finish == "stop" else None)
+
+    def _emit(self, active: Active, delta: Delta, finish: FinishReason | None, *, stop_token: int | None) -> None:
+        if finish is not None:
+            self._close(active, finish)
+            delta = Delta(
+                id=delta.id,
+                tokens=delta.tokens,
+                logprobs=delta.logprobs,
+                prompt_logprobs=delta.prompt_logprobs,
+                cached_tokens=delta.cached_tokens,
+                logits=delta.logits,
+                finish=finish,
+                stop_token=stop_token,
+                times=closed(active.times, self.now_s),
+            )
+        self.out.deltas.append(delta)
+
+    def _close(self, active: Active, finish: FinishReason) -> None:
+        already_draining = active.draining
+        active.finish = finish
+        if not already_draining:
+            self.section.start_draining(active)
+        active.preempting = False
+        self.out.ended.append(active)
+
+    def _end(self, active: Active, finish: FinishReason, *, error: str = "") -> None:
+        self._close(active, finish)
+        times = closed(active.times, self.now_s)
+        self.out.deltas.append(
+            Delta(id=active.request.id, finish=finish, error=error, times=times, cached_tokens=active.cached_tokens)
+        )
+
+    def _close_beams(self, active: Active) -> None:
+        if active.finish is None:
+            return
+        finish, active.finish = active.finish, None
+        self._close(active, finish)
+        self.out.deltas.append(
+            Delta(
+                id=active.request.id,
+                finish=finish,
+                beams=self.section.beams[active.slot].result(),
+                times=closed(active.times, self.now_s),
+                cached_tokens=active.cached_tokens,
+            )
+        )
+
+    def _drained(self, active: Active) -> None:
+        """A request that ended leaves with its last row; a preempted one is taken by the scheduler."""
+        if active.finish is not None and self.section.slots.rows_in_flight[active.slot] == 0:
+            self.section.leave(active)
+
+    def _collect_prompt_logprobs(self, row: int, context: ContextRow) -> list[Logprobs | None] | None:
+        """The whole prompt's, with the chunk that completes it."""
+        active = context.active
+        if active.request.sampling.prompt_logprobs < 0 or active.prompt_logprobs_done:
+            return None
+        if row in self.result.prompt_logprobs:
+            active.prompt_logprobs.extend(to_logprobs(self.result.prompt_logprobs[row]))
+        if context.start + context.count < len(active.request.prompt):
+            return None
+        active.prompt_logprobs_done = True
+        return active.prompt_logprobs
+
+    # ---- prefix index ------------------------------------------------------------------------
+
+    def _index(self, active: Active, num_computed: int) -> None:
+        """Blocks that are full of computed tokens become findable."""
+        full = num_computed // self.section.settings.tokens_per_block
+        if full > self.section.slots.indexed[active.slot]:
+            self.section.kv.commit(active.request.id, active.tokens, num_computed)
+            self.section.slots.indexed[active.slot] = full
+
+    def _index_full(self, generation: np.ndarray) -> None:
+        slots = self.section.slots
+        full = (slots.length[generation] - 1) // self.section.settings.tokens_per_block
+        for slot in generation[full > slots.indexed[generation]].tolist():
+            active = slots.by_slot[slot]
+            assert active is not None
+            self._index(active, len(active.tokens) - 1)
+
+
+def flatten(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+    arrays = list(parts)
+    return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)

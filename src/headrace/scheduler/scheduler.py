@@ -1,0 +1,364 @@
+"""The scheduler: waiting and running requests -> a StepPlan; a StepResult -> outputs.
+
+A request has tokens computed and tokens wanted, and a step closes the gap within the budgets.
+Generation rows come first in the budget (whoever runs keeps running), then prompts under way, then
+admissions. Plans may be in flight while the next is made: what they may still bring is counted as
+an upper bound, and a request that ends keeps its slot and blocks until its last row is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kvcache.manager import KvCache
+from headrace.scheduler.commit import Commit, Committed, flatten
+from headrace.scheduler.queue import WaitingQueue
+from headrace.scheduler.request import Active, Waiting, closed
+from headrace.scheduler.section import Planned, SectionScheduler
+from headrace.scheduler.settings import SchedulerSettings
+from headrace.seam import Section, StepPlan, StepResult
+from headrace.types import Delta, FinishReason, Request, RequestTimes
+
+log = logging.getLogger("headrace.scheduler")
+
+SWEEP_PERIOD_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Outbox:
+    """What is to be sent: the many as arrays, the rest as deltas."""
+
+    ids: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    deltas: list[Delta]
+
+    @classmethod
+    def of(cls, deltas: list[Delta]) -> Outbox:
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), deltas)
+
+    def __bool__(self) -> bool:
+        return bool(len(self.ids) or self.deltas)
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Of the last commit, for statistics."""
+
+    num_context_rows: int = 0
+    num_generation_rows: int = 0
+    num_context_tokens: int = 0
+    num_generated: int = 0
+    num_ended: int = 0
+    num_admitted: int = 0
+    num_preempted: int = 0
+    queue_latency_s: float = 0.0
+
+
+@dataclass(slots=True)
+class InFlight:
+    step: int
+    planned: list[Planned]
+    counts: StepCounts = field(default_factory=StepCounts)
+
+
+class Scheduler:
+    """Owns every accepted request until its terminal state, which it decides (first reason wins)."""
+
+    def __init__(self, settings: SchedulerSettings, caches: Sequence[KvCache]) -> None:
+        self.settings = settings
+        self.sections = [
+            SectionScheduler(settings, kv, index=index, num_sections=len(caches)) for index, kv in enumerate(caches)
+        ]
+        self.queue = WaitingQueue(by_priority=settings.queue_by_priority)
+        self.counts = StepCounts()
+        self._active: dict[int, tuple[Active, SectionScheduler]] = {}
+        self._in_flight: deque[InFlight] = deque()
+        self._deltas: list[Delta] = []
+        self._step = 0
+        self._arrivals = 0
+        self._next_sweep_s = 0.0
+        self._hold_started_s: float | None = None
+        self._hold_iters = 0
+        self._planning = StepCounts()
+
+    # ---- requests in, requests out -----------------------------------------------------------
+
+    def add(self, request: Request, *, holds: dict[str, float] | None = None) -> None:
+        """Accept a request; `holds` names what it waits for, with deadlines (monotonic seconds)."""
+        waiting = Waiting(request, list(request.prompt), self._arrivals, times=RequestTimes(request.arrival_s))
+        for kind, deadline_s in (holds or {}).items():
+            waiting.hold(kind, deadline_s)
+        self._arrivals += 1
+        refusal = self.refusal(request)
+        if refusal:
+            self._end_waiting(waiting, "error", refusal)
+            return
+        self.queue.push(waiting)
+
+    def refusal(self, request: Request) -> str:
+        """Why this request could never run, with the number that fits; "" when it can."""
+        settings = self.settings
+        num_prompt = len(request.prompt)
+        width = request.beam.width if request.beam else 1
+        if num_prompt == 0:
+            return "prompt: is empty; give at least one token"
+        fits = min(self.sections[0].pool_tokens(request), settings.max_seq_len)
+        if num_prompt + 1 > fits:
+            return f"prompt: {num_prompt} tokens can never fit; at most {max(fits - 1, 0)} prompt tokens do"
+        if not settings.chunked_prefill and num_prompt > settings.max_num_tokens:
+            return (
+                f"prompt: {num_prompt} tokens exceed max_num_tokens={settings.max_num_tokens} "
+                "and chunked prefill is off; enable_chunked_prefill or shorten the prompt"
+            )
+        if width > min(settings.max_batch_size, settings.num_slots):
+            return f"beam width {width} exceeds max_batch_size={settings.max_batch_size}"
+        return ""
+
+    def release_hold(self, request_id: int, kind: str) -> None:
+        """What the request waited for (grammar, adapter, encoder, transfer) is there."""
+        self.queue.release(request_id, kind)
+
+    def abort(self, request_id: int, reason: FinishReason = "abort", error: str = "") -> None:
+        """End a request from outside; unknown and already ended ids are ignored."""
+        waiting = self.queue.remove(request_id)
+        if waiting is not None:
+            self._end_waiting(waiting, reason, error)
+            return
+        entry = self._active.get(request_id)
+        if entry is None:
+            return
+        active, section = entry
+        if not active.draining:
+            section.start_draining(active)
+        active.finish, active.preempting = reason, False
+        times = closed(active.times, time.monotonic())
+        self._deltas.append(
+            Delta(id=request_id, finish=reason, error=error, times=times, cached_tokens=active.cached_tokens)
+        )
+        self._forget(active)
+        if section.slots.rows_in_flight[active.slot] == 0:
+            section.leave(active)
+
+    def _end_waiting(self, waiting: Waiting, reason: FinishReason, error: str = "") -> None:
+        times = closed(waiting.times, time.monotonic())
+        self._deltas.append(Delta(id=waiting.request.id, finish=reason, error=error, times=times))
+        self._log_end(waiting.request, reason, len(waiting.tokens), error)
+
+    def _forget(self, active: Active) -> None:
+        assert active.finish is not None
+        del self._active[active.request.id]
+        self._log_end(active.request, active.finish, len(active.tokens), "")
+
+    @staticmethod
+    def _log_end(request: Request, reason: FinishReason, length: int, error: str) -> None:
+        if log.isEnabledFor(logging.INFO):
+            num_prompt = len(request.prompt)
+            label = request.label or request.id
+            log.info("request %s ended: %s, %d + %d tokens %s", label, reason, num_prompt, length - num_prompt, error)
+
+    @property
+    def has_work(self) -> bool:
+        """Something is waiting, running or in flight, copies included."""
+        return bool(len(self.queue) or self._active or self._in_flight or self._copies_in_flight)
+
+    @property
+    def _copies_in_flight(self) -> bool:
+        return any(section.copies_in_flight for section in self.sections)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def sweep(self, now_s: float) -> None:
+        """End what is past its deadline; called every loop, also when idle."""
+        if now_s < self._next_sweep_s:
+            return
+        self._next_sweep_s = now_s + SWEEP_PERIOD_S
+        for waiting, kind in self.queue.overdue(now_s):
+            self.queue.remove(waiting.request.id)
+            self._end_waiting(waiting, "timeout", f"waited too long for its {kind}" if kind else "")
+        late = [
+            request_id
+            for request_id, (active, _) in self._active.items()
+            if active.request.timeout_s is not None
+            and active.request.arrival_s + active.request.timeout_s <= now_s
+        ]
+        for request_id in late:
+            self.abort(request_id, "timeout")
+
+    # ---- plan --------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute now."""
+        self.sweep(now_s)
+        self._planning = StepCounts()
+        for section in self.sections:
+            self._requeue_preempted(section)
+        if not self.has_work:
+            return None
+        self._step += 1
+        generations = [section.plan_generation(self._step) for section in self.sections]
+        budgets = [
+            self.settings.max_num_tokens - len(rows) * (1 + self.settings.draft_len) - section.num_beam_rows()
+            for section, rows in zip(self.sections, generations, strict=True)
+        ]
+        self._admit(now_s, budgets)
+        contexts = [
+            section.plan_context(max(budget, 0)) for section, budget in zip(self.sections, budgets, strict=True)
+        ]
+        num_rows = sum(len(rows) for rows in generations) + sum(len(rows) for rows in contexts)
+        num_rows += sum(section.num_beam_rows() for section in self.sections)
+        if num_rows == 0 and (self._in_flight or not self._copies_in_flight):
+            return None  # an empty plan is made only to hear of copies that hold blocks
+        sections: list[Section] = []
+        planned: list[Planned] = []
+        for section, context, generation in zip(self.sections, contexts, generations, strict=True):
+            built, rows = section.build(context, generation)
+            sections.append(built)
+            planned.append(rows)
+        self._planning.num_context_rows = sum(len(rows) for rows in contexts)
+        self._planning.num_generation_rows = num_rows - self._planning.num_context_rows
+        self._in_flight.append(InFlight(self._step, planned, self._planning))
+        return StepPlan(self._step, tuple(sections))
+
+    def _requeue_preempted(self, section: SectionScheduler) -> None:
+        for active in section.take_preempted():
+            del self._active[active.request.id]
+            self._planning.num_preempted += 1
+            self.queue.push(
+                Waiting(
+                    active.request,
+                    active.tokens,
+                    active.order,
+                    times=active.times,
+                    cached_tokens=active.cached_tokens,
+                    prompt_logprobs_done=active.prompt_logprobs_done,
+                )
+            )
+
+    def _admit(self, now_s: float, budgets: list[int]) -> None:
+        """Move requests from the queue to slots, in order, while budget, slots and blocks last."""
+        open_sections = [
+            index for index, section in enumerate(self.sections) if section.policy.may_open_batch(section.num_active)
+        ]
+        if not open_sections or not self.queue.num_ready or self._holds_back(now_s):
+            return
+        left = [budget - self.sections[index].context_left for index, budget in enumerate(budgets)]
+        first_blocks = self._first_blocks_under_way()
+        taken: list[Waiting] = []
+        passed: list[Waiting] = []
+        for waiting in self.queue:
+            key = self._first_block(waiting.request.cache_salt, waiting.tokens)
+            if key is not None and key in first_blocks and self._will_hit(waiting):
+                continue
+            index = self._place(waiting, open_sections, left)
+            if index is None:
+                passed.append(waiting)
+                if self.settings.chunked_prefill or waiting.skipped >= self.settings.max_skips:
+                    break
+                continue
+            active = self.sections[index].admit(waiting, now_s)
+            self._active[waiting.request.id] = (active, self.sections[index])
+            left[index] -= active.context_left
+            taken.append(waiting)
+            if key is not None:
+                first_blocks.add(key)
+            self._planning.queue_latency_s += now_s - waiting.request.arrival_s
+        if taken:
+            for waiting in passed:
+                waiting.skipped += 1
+        self._planning.num_admitted = len(taken)
+        self.queue.remove_many(taken)
+
+    def _place(self, waiting: Waiting, open_sections: list[int], left: list[int]) -> int | None:
+        """The section with most budget left that can take the request now."""
+        need = 1 if self.settings.chunked_prefill else len(waiting.tokens)
+        for index in sorted(open_sections, key=lambda at: (self.sections[at].num_active, -left[at])):
+            if left[index] >= need and self.sections[index].can_admit(waiting):
+                return index
+        return None
+
+    def _first_block(self, salt: str, tokens: list[int]) -> tuple[str, tuple[int, ...]] | None:
+        block = self.settings.tokens_per_block
+        if not self.settings.prefix_aware or not self.settings.reuse or len(tokens) <= block:
+            return None
+        return salt, tuple(tokens[:block])
+
+    def _first_blocks_under_way(self) -> set[tuple[str, tuple[int, ...]]]:
+        """First blocks that prompts under way will make findable soon."""
+        keys = {
+            self._first_block(active.request.cache_salt, active.tokens)
+            for section in self.sections
+            for active in section.prefilling.values()
+        }
+        return {key for key in keys if key is not None}
+
+    def _will_hit(self, waiting: Waiting) -> bool:
+        """Prefix-aware scheduling: wait a step rather than compute what a neighbour is computing."""
+        salt = waiting.request.cache_salt
+        if self.settings.capacity_policy == "STATIC_BATCH":
+            return False  # a batch is opened once; who waits would miss it
+        return all(section.kv.match(waiting.tokens, salt=salt) == 0 for section in self.sections)
+
+    def _holds_back(self, now_s: float) -> bool:
+        """`batch_wait_*`: let prompts gather before a prefill interrupts generation."""
+        settings = self.settings
+        if settings.batch_wait_timeout_s <= 0 and settings.batch_wait_iters <= 0:
+            return False
+        gathered = sum(len(waiting.tokens) for waiting in self.queue)
+        enough = settings.batch_wait_max_tokens_ratio * settings.max_num_tokens
+        full = enough > 0 and gathered >= enough
+        if self._hold_started_s is None:
+            self._hold_started_s, self._hold_iters = now_s, 0
+        self._hold_iters += 1
+        timed_out = settings.batch_wait_timeout_s > 0 and now_s - self._hold_started_s >= settings.batch_wait_timeout_s
+        iterated = settings.batch_wait_iters > 0 and self._hold_iters > settings.batch_wait_iters
+        if full or timed_out or iterated:
+            self._hold_started_s = None
+            return False
+        return True
+
+    # ---- commit ------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult) -> Outbox:
+        """Apply the oldest step in flight. Results come in the order of their plans."""
+        flight = self._in_flight.popleft()
+        assert flight.step == result.step, "results must come in the order of their plans"
+        parts: list[Committed] = []
+        for section, planned, rows in zip(self.sections, flight.planned, result.sections, strict=True):
+            part = Commit(section, planned, rows).run()
+            for active in part.ended:
+                self._forget(active)
+            parts.append(part)
+        for section in self.sections:
+            section.finish_copies(section.own_copies(result.finished_copies.tolist()))
+        counts = flight.counts
+        counts.num_context_tokens = sum(part.num_context_tokens for part in parts)
+        counts.num_generated = sum(part.num_generated for part in parts)
+        counts.num_ended = sum(len(part.ended) for part in parts)
+        self.counts = counts
+        self._deltas.extend(delta for part in parts for delta in part.deltas)
+        ids = flatten((array for part in parts for array in part.plain_ids), np.int64)
+        tokens = flatten((array for part in parts for array in part.plain_tokens), np.int32)
+        return Outbox(ids, tokens, self.take_deltas())
+
+    def take_deltas(self) -> list[Delta]:
+        """Deltas that no commit brings: refusals, aborts, time-outs."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def check(self) -> None:
+        """Integrity of caches and slots; AssertionError names what is wrong."""
+        for section in self.sections:
+            section.check()

@@ -1,0 +1,217 @@
+"""The seam between the control half and the device half: StepPlan down, StepResult up.
+
+The control half plans with integers and never sees a tensor; the device half computes and never
+sees a request. Both meet in the two frozen values of this module, and the engine port is five
+calls. One controller can drive one rank or many, because the plan is all that is broadcast.
+
+Truth and bounds. The device's slot state is the truth: `last_token`, `num_tokens` (tokens whose KV
+is in the cache), `done`. A plan may be made while earlier plans are still in flight, so what a
+generation row starts from is read on the device, and the counts of a plan are upper bounds.
+A row whose slot is `done` writes its KV to the dummy block (block 0 of every group, never handed
+out) and accepts no token.
+
+Order. Plans run in the order of `submit`. Within a plan: slots are freed, slots begin, blocks are
+appended to tables, copies run, then rows are computed. A copy is ordered before every reader of
+its destination in the same or a later plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.types import Sampling
+
+Ints = NDArray[np.int32]
+
+FROM_DEVICE = -1
+"""`Section.start` of a generation row: begin at the slot's own `num_tokens` with its `last_token`."""
+
+SAMPLE = 1
+"""Row flag: the row's last position yields a token."""
+PROMPT_LOGPROBS = 2
+"""Row flag: log-probabilities of every prompt token of the chunk are wanted."""
+HOST_TOKEN = 4
+"""Row flag: the sampled token is reported but not committed; the host chooses (beam search)."""
+
+DUMMY_BLOCK = 0
+
+
+def ints(values: Any = ()) -> Ints:
+    return np.asarray(values, dtype=np.int32)
+
+
+def _empty() -> Ints:
+    return np.zeros(0, dtype=np.int32)
+
+
+def _empty_triples() -> Ints:
+    return np.zeros((0, 3), dtype=np.int32)
+
+
+def _empty_copies() -> Ints:
+    return np.zeros((0, 6), dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """A slot begins (or resumes after preemption): all that sampling and stopping need on the device."""
+
+    slot: int
+    request_id: int
+    sampling: Sampling
+    prompt_len: int
+    min_len: int
+    """Stop ids are masked while the sequence, with the token being sampled, is not longer than this."""
+    max_len: int
+    """The slot is done when prompt and output together reach this length."""
+    stop_ids: tuple[int, ...]
+    history: Ints | None = None
+    """All tokens so far, when `sampling.needs_history`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One data-parallel rank's share of a step. Rows with host ids come before generation rows."""
+
+    slot: Ints = field(default_factory=_empty)  # [rows]
+    num_tokens: Ints = field(default_factory=_empty)  # [rows] tokens to compute, drafts included
+    start: Ints = field(default_factory=_empty)  # [rows] first position, or FROM_DEVICE
+    num_drafts: Ints = field(default_factory=_empty)  # [rows]
+    tree: Ints = field(default_factory=_empty)  # [rows] draft tree id, 0 = a chain
+    flags: Ints = field(default_factory=_empty)  # [rows] SAMPLE | PROMPT_LOGPROBS | HOST_TOKEN
+    num_context_rows: int = 0
+    ids: Ints = field(default_factory=_empty)  # [sum of num_tokens over context rows]
+    next_ids: Ints = field(default_factory=_empty)  # [context rows] the prompt token after the chunk, -1 at the end
+    blocks: tuple[Ints, ...] = ()  # per group: [n, 3] of (slot, index in its table, block)
+    freed_slots: Ints = field(default_factory=_empty)
+    inits: tuple[SlotInit, ...] = ()
+    copies: Ints = field(default_factory=_empty_copies)
+    """[n, 6] of (copy id, group, source tier, source block, destination tier, destination block), in order."""
+    snapshots: Ints = field(default_factory=_empty_triples)  # [n, 3] of (group, source state, destination state)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slot)
+
+    @property
+    def num_step_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Work that is no step: adapters, memory release, profiling. `id` comes back in the result."""
+
+    id: int
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    sections: tuple[Section, ...]
+    commands: tuple[Command, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(section.num_rows for section in self.sections)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(section.num_step_tokens for section in self.sections)
+
+    @property
+    def padded_tokens(self) -> int:
+        """What every rank runs when ranks must run equal shapes: the largest section."""
+        return max(section.num_step_tokens for section in self.sections)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of one row: one entry a position, the chosen token first, then the top K."""
+
+    ids: Ints  # [positions, 1 + K]
+    values: NDArray[np.float32]  # [positions, 1 + K]
+    ranks: Ints  # [positions] rank of the chosen token, 1 = most likely
+
+
+@dataclass(frozen=True, slots=True)
+class SectionResult:
+    """What one section's rows brought, in the order of the plan's rows."""
+
+    num_accepted: Ints  # [rows] 0 .. num_drafts + 1; 0 for rows without SAMPLE or already done
+    tokens: Ints  # [sum of num_accepted]
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by row
+    prompt_logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by row, the chunk's targets
+    logits: dict[int, Any] = field(default_factory=dict)  # by row, in one process only
+    errors: dict[int, str] = field(default_factory=dict)  # by row: this row's work failed, the rest holds
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step: int
+    sections: tuple[SectionResult, ...]
+    finished_copies: Ints = field(default_factory=_empty)
+    finished_commands: dict[int, Any] = field(default_factory=dict)
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A layer group: layers of one KV shape, dtype and window, with a block pool of its own."""
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int | None = None
+    """Tokens a query sees, itself included; None is everything."""
+    bytes_per_token: int = 0
+    """Over all layers of the group, on one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What only the open engine knows. `settle` turns it into the final sizes."""
+
+    model_type: str
+    vocab_size: int
+    num_valid_ids: int
+    max_position: int
+    groups: tuple[GroupSpec, ...]
+    weight_bytes: int
+    activation_bytes: int
+    free_bytes: int
+    """Memory this rank may still use, after loading."""
+    device: str
+    num_sections: int = 1
+
+
+class EnginePort(Protocol):
+    """One engine, or several ranks behind one. Calls come from one thread."""
+
+    def open(self) -> EngineFacts:
+        """Load weights and measure. Raises ValueError (bad input) or MemoryError with the remedy."""
+        ...
+
+    def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
+        """Create KV pools (blocks per group, the dummy block included) and slot state. Once, after `open`."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a step and return before it is done."""
+        ...
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step not yet collected; blocks until it is there."""
+        ...
+
+    def close(self) -> None:
+        """End threads and processes in under 5 s; safe to call twice."""
+        ...

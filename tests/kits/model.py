@@ -1,0 +1,257 @@
+"""The contract of a model file: its logits and greedy tokens are those of transformers, whatever the schedule.
+
+A case is a tiny random checkpoint that transformers wrote. `Sequences` drives the runner as an engine would: packed
+rows, chunks, a block table with blocks in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from headrace.attention.port import AttentionStep
+from headrace.attention.torch import TorchAttention
+from headrace.engine.build import build_model
+from headrace.engine.groups import group_layers
+from headrace.engine.pools import KvPools
+from headrace.engine.runner import Runner
+from headrace.engine.weights import LoadReport, load_weights
+from headrace.hub.config import read_config
+from headrace.hub.source import ModelSource, resolve_model
+from headrace.layers.factory import LayerFactory
+from headrace.layers.parallel import ParallelContext
+from headrace.layers.port import Model
+from headrace.quant.none import Dense
+
+BLOCK_SIZE = 4
+WINDOW = 8
+VOCAB_SIZE = 101
+NUM_BLOCKS = 64
+TOLERANCE = 1e-4
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Keys that configs of decoder models share; a model is given those that its config class declares."""
+
+
+def save_tiny(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -> Any:
+    """Write a random float32 checkpoint; returns transformers' model of it."""
+    declared = transformers.AutoConfig.for_model(model_type).to_dict()
+    tiny = {key: value for key, value in TINY.items() if key in declared}
+    config = transformers.AutoConfig.for_model(model_type, **{**tiny, **changes})
+    torch.manual_seed(seed)
+    oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    with torch.no_grad():
+        for name, value in oracle.named_parameters():
+            # Larger than usual, norms and biases too: what is loaded to a wrong place must show in the logits.
+            value.copy_(torch.randn_like(value) * 0.15 + (value if "norm" in name else 0.0))
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+@dataclass
+class Case:
+    """One checkpoint, loaded here and in transformers."""
+
+    oracle: Any
+    source: ModelSource
+    model: Model
+    report: LoadReport
+
+    @functools.cached_property
+    def window(self) -> int | None:
+        windows = [layer.spec.window for layer in self.model.layers if layer.spec.window is not None]
+        return min(windows) if windows else None
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """transformers' logits at every position. [tokens, vocab]"""
+        with torch.inference_mode():
+            return self.oracle(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+
+    def greedy(self, ids: Sequence[int], num_tokens: int) -> list[int]:
+        prompt = torch.tensor([list(ids)])
+        with torch.inference_mode():
+            # An explicit mask: generate would take token 0 in the prompt for padding.
+            out = self.oracle.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return out[0, prompt.shape[1] :].tolist()
+
+
+def load_case(source: ModelSource, oracle: Any, **options: Any) -> Case:
+    model, report = load_model(source, **options)
+    return Case(oracle, source, model, report)
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype = torch.float32,
+    parallel: ParallelContext | None = None,
+    max_len: int | None = None,
+) -> tuple[Model, LoadReport]:
+    dense = Dense()
+    factory = LayerFactory(dtype=dtype, recipe=lambda name: dense, parallel=parallel, max_len=max_len)
+    model = build_model(read_config(source), factory)
+    return model, load_weights(model, source, progress=False)
+
+
+def make_case(folder: Path, model_type: str, *, max_len: int | None = None, **changes: Any) -> Case:
+    oracle = save_tiny(folder, model_type, **changes)
+    return load_case(resolve_model(str(folder)), oracle, max_len=max_len)
+
+
+@dataclass
+class Row:
+    """One sequence: what is in the cache, and where."""
+
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+
+
+class Sequences:
+    """Sequences over one runner. Blocks are dealt in random order, and never dealt twice."""
+
+    def __init__(
+        self, model: Model, *, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.block_size = block_size
+        self.groups = group_layers(model.layers, dtype)
+        backend = TorchAttention()
+        self.pools = KvPools(self.groups, [num_blocks] * len(self.groups), block_size=block_size, backend=backend)
+        self.runner = Runner(model, backend, self.pools)
+        self.free = list(range(1, num_blocks))
+        random.Random(0).shuffle(self.free)
+
+    def step(self, chunks: Sequence[tuple[Row, Sequence[int]]]) -> list[Tensor]:
+        """Compute chunks of rows in one packed step. -> logits of every token, by row: [tokens, vocab]"""
+        for row, ids in chunks:
+            while len(row.blocks) * self.block_size < row.num_cached + len(ids):
+                row.blocks.append(self.free.pop())
+        lengths = [len(ids) for _, ids in chunks]
+        ids = torch.tensor([token for _, ids in chunks for token in ids])
+        hidden = self.runner.forward(ids, [self._attention_step(chunks) for _ in self.groups])
+        for row, ids in chunks:
+            row.num_cached += len(ids)
+        return list(self.runner.logits(hidden).split(lengths))
+
+    def _attention_step(self, chunks: Sequence[tuple[Row, Sequence[int]]]) -> AttentionStep:
+        positions = [row.num_cached + i for row, ids in chunks for i in range(len(ids))]
+        rows = [row for row, ids in chunks for _ in ids]
+        slots = [row.blocks[at // self.block_size] * self.block_size + at % self.block_size for row, at in zip(rows, positions)]
+        starts = torch.tensor([0] + [len(ids) for _, ids in chunks]).cumsum(0)
+        kv_lens = [row.num_cached + len(ids) for row, ids in chunks]
+        tables = torch.zeros(len(chunks), max(len(row.blocks) for row, _ in chunks), dtype=torch.int32)
+        for table, (row, _) in zip(tables, chunks):
+            table[: len(row.blocks)] = torch.tensor(row.blocks, dtype=torch.int32)
+        return AttentionStep(
+            block_size=self.block_size,
+            query_starts=starts.int(),
+            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+            positions=torch.tensor(positions),
+            block_tables=tables,
+            write_slots=torch.tensor(slots),
+            max_query=max(len(ids) for _, ids in chunks),
+            max_kv=max(kv_lens),
+            num_context_rows=sum(len(ids) > 1 for _, ids in chunks),
+        )
+
+
+def prompt(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    return [random.Random(f"{seed}:{length}:{i}").randrange(vocab_size) for i in range(length)]
+
+
+def edge_lengths(case: Case) -> list[int]:
+    """Prompt lengths around block and window edges."""
+    lengths = {1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 2}
+    if case.window is not None:
+        lengths |= {case.window - 1, case.window, case.window + 1, 3 * case.window}
+    return sorted(lengths)
+
+
+def check_prefill(case: Case) -> None:
+    for length in edge_lengths(case):
+        ids = prompt(length)
+        (logits,) = Sequences(case.model).step([(Row(), ids)])
+        assert_close(logits, case.logits(ids), f"prompt of {length} tokens")
+
+
+def check_chunks(case: Case) -> None:
+    ids = prompt(max(edge_lengths(case)))
+    expected = case.logits(ids)
+    for size in (1, 3, BLOCK_SIZE, BLOCK_SIZE + 1):
+        sequences, row = Sequences(case.model), Row()
+        parts = [sequences.step([(row, ids[at : at + size])])[0] for at in range(0, len(ids), size)]
+        assert_close(torch.cat(parts), expected, f"chunks of {size} tokens")
+
+
+def check_decode(case: Case, *, num_tokens: int = 24) -> None:
+    for length in (1, BLOCK_SIZE, 2 * BLOCK_SIZE + 3):
+        ids = prompt(length, seed=1)
+        assert greedy(case.model, ids, num_tokens) == case.greedy(ids, num_tokens), f"prompt of {length} tokens"
+
+
+def check_mixed_batch(case: Case) -> None:
+    """Rows of different ages in one step: whole prompts, chunks and single tokens."""
+    longest = max(edge_lengths(case))
+    texts = [prompt(length, seed=2) for length in (longest, 7, 2 * BLOCK_SIZE, longest - 1, 3)]
+    cuts = [[longest - 4, 1, 3], [5, 1, 1], [BLOCK_SIZE, 1, BLOCK_SIZE - 1], [1, longest - 3, 1], [1, 1, 1]]
+    sequences, rows = Sequences(case.model, num_blocks=2 * NUM_BLOCKS), [Row() for _ in texts]
+    got: list[list[Tensor]] = [[] for _ in texts]
+    for turn in range(3):
+        chunks = [(row, ids[row.num_cached : row.num_cached + cut[turn]]) for row, ids, cut in zip(rows, texts, cuts)]
+        for parts, logits in zip(got, sequences.step(chunks)):
+            parts.append(logits)
+    for ids, parts in zip(texts, got):
+        assert_close(torch.cat(parts), case.logits(ids), f"row of {len(ids)} tokens")
+
+
+def check_all(case: Case) -> None:
+    check_prefill(case)
+    check_chunks(case)
+    check_decode(case)
+    check_mixed_batch(case)
+
+
+def greedy(model: Model, ids: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
+    sequences, row = Sequences(model, **options), Row()
+    (logits,) = sequences.step([(row, list(ids))])
+    tokens = [int(logits[-1].argmax())]
+    while len(tokens) < num_tokens:
+        (logits,) = sequences.step([(row, tokens[-1:])])
+        tokens.append(int(logits[-1].argmax()))
+    return tokens
+
+
+def assert_close(got: Tensor, expected: Tensor, what: str, *, tolerance: float = TOLERANCE) -> None:
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    assert got.dtype == torch.float32, f"{what}: logits are {got.dtype}"
+    worst = float((got - expected).abs().max())
+    assert worst < tolerance, f"{what}: logits differ by {worst:.2e} from transformers"

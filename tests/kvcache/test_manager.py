@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.kvcache.manager import KvCache, NoBlocks
+from tests.kvcache.sim import block_keys, groups
+
+B = 4
+
+
+def make(num_blocks: int = 40, *, num_groups: int = 1, reuse: bool = True) -> KvCache:
+    return KvCache(groups(num_groups), tokens_per_block=B, num_blocks=(num_blocks,) * num_groups, reuse=reuse)
+
+
+def serve(kv: KvCache, owner: int, tokens: list[int], *, salt: str = "", end: bool = True) -> int:
+    """One prompt from admission to its last token; returns the tokens reused."""
+    num_reused = kv.admit(owner, tokens, salt=salt)
+    assert kv.extend(owner, len(tokens))
+    kv.commit(owner, tokens, len(tokens))
+    if end:
+        kv.release(owner)
+    kv.check()
+    return num_reused
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 1000, length).tolist()
+
+
+@pytest.mark.parametrize("length", [1, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 5 * B - 1, 5 * B, 5 * B + 1])
+def test_the_last_prompt_token_is_always_recomputed(length: int):
+    kv = make()
+    tokens = prompt(length)
+    assert kv.match(tokens) == serve(kv, 1, tokens) == 0
+    for owner in (2, 3):
+        assert kv.match(tokens) == (length - 1) // B * B
+        assert serve(kv, owner, tokens) == (length - 1) // B * B < length
+    assert kv.stats.num_cached == (length // B,)
+    assert kv.stats.num_leased == (0,)
+
+
+def test_blocks_of_a_running_owner_are_found_once_they_are_full():
+    kv = make()
+    tokens = prompt(3 * B)
+    kv.admit(1, tokens)
+    assert kv.extend(1, len(tokens))
+    for num_computed, found in ((1, 0), (B - 1, 0), (B, 1), (2 * B - 1, 1), (2 * B, 2)):
+        kv.commit(1, tokens, num_computed)
+        assert kv.match(tokens) == found * B, num_computed
+    assert kv.admit(2, tokens) == 2 * B
+    assert kv.table(2) == kv.table(1)[:2]
+    kv.check()
+    kv.release(1)
+    assert kv.stats.num_leased == (2,)
+    kv.check()
+
+
+def test_what_was_not_computed_is_not_found():
+    kv = make()
+    tokens = prompt(3 * B)
+    kv.admit(1, tokens)
+    assert kv.extend(1, len(tokens))
+    kv.commit(1, tokens, B + 1)
+    kv.release(1)
+    assert kv.match(tokens) == B
+    assert kv.stats.num_free == (38,)
+
+
+def test_generated_tokens_are_found_too():
+    kv = make()
+    tokens = prompt(B + 1)
+    kv.admit(1, tokens)
+    assert kv.extend(1, len(tokens))
+    kv.commit(1, tokens, len(tokens))
+    for token in range(2 * B):
+        tokens.append(token)
+        assert kv.extend(1, len(tokens))
+        kv.commit(1, tokens, len(tokens) - 1)
+    kv.release(1)
+    assert kv.match([*tokens, 1]) == len(tokens) // B * B
+
+
+@pytest.mark.parametrize("first, second", [("", "a"), ("a", ""), ("a", "b"), ("a", "aa")])
+def test_salts_isolate(first: str, second: str):
+    kv = make()
+    tokens = prompt(3 * B + 1)
+    serve(kv, 1, tokens, salt=first)
+    assert kv.match(tokens, salt=second) == 0
+    assert serve(kv, 2, tokens, salt=second) == 0
+    assert kv.match(tokens, salt=first) == kv.match(tokens, salt=second) == 3 * B
+    assert serve(kv, 3, tokens, salt=first) == 3 * B
+
+
+def test_match_limit_and_no_side_effects():
+    kv = make()
+    tokens = prompt(4 * B)
+    serve(kv, 1, tokens)
+    serve(kv, 2, prompt(4 * B, 1))
+    before = block_keys(kv, 0)
+    assert [kv.match(tokens, limit=limit) for limit in (0, B - 1, B, 2 * B + 1, 99)] == [0, 0, B, 2 * B, 3 * B]
+    assert kv.match([]) == 0
+    assert block_keys(kv, 0) == before and kv.stats.lookups == 2
+
+
+def test_reuse_off_is_off():
+    kv = make(reuse=False)
+    tokens = prompt(3 * B)
+    for owner in (1, 2):
+        assert serve(kv, owner, tokens) == 0
+    assert kv.match(tokens) == 0
+    stats = kv.stats
+    assert (stats.num_cached, stats.num_free, stats.lookups, stats.hit_rate) == ((0,), (39,), 0, 0.0)
+    assert kv.index.num_nodes == 0
+
+
+def test_an_owner_without_reuse_still_feeds_the_index():
+    kv = make()
+    tokens = prompt(2 * B + 1)
+    serve(kv, 1, tokens)
+    assert kv.admit(2, tokens, reuse=False) == 0
+    assert kv.extend(2, len(tokens))
+    kv.commit(2, tokens, len(tokens))
+    kv.release(2)
+    kv.check()
+    assert kv.match(tokens) == 2 * B
+    assert kv.stats.num_cached == (2,)
+
+
+def test_the_same_tokens_computed_twice_stay_one_block_in_the_index():
+    kv = make()
+    tokens = prompt(2 * B + 1)
+    for owner in (1, 2):
+        kv.admit(owner, tokens)
+        assert kv.extend(owner, len(tokens))
+    kv.commit(1, tokens, len(tokens))
+    before = kv.table(2)
+    kv.commit(2, tokens, len(tokens))
+    assert kv.table(2) == before, "tables never change under a step in flight"
+    assert kv.stats.num_leased == (6,)
+    kv.check()
+    kv.release(2)
+    kv.release(1)
+    kv.check()
+    assert kv.stats.num_cached == (2,)
+
+
+def test_a_block_computed_again_takes_the_place_of_an_unused_one():
+    kv = make()
+    tokens = prompt(2 * B)
+    serve(kv, 1, tokens)
+    serve(kv, 2, tokens, end=False)
+    assert kv.stats.num_cached == (0,) and kv.stats.num_leased == (2,)
+
+
+def test_eviction_is_least_recently_used_and_leaves_go_first():
+    kv = make(9)
+    old, new = prompt(4 * B, 1), prompt(4 * B, 2)
+    serve(kv, 1, old)
+    serve(kv, 2, new)
+    assert block_keys(kv, 0)[:4] == [("", tuple(old[:end])) for end in range(4 * B, 0, -B)]
+    assert kv.admit(3, [*old, 1]) == 4 * B
+    kv.release(3)
+    kv.admit(4, [7])
+    assert kv.extend(4, 3 * B)
+    assert kv.match([*old, 1]) == 4 * B and kv.match([*new, 1]) == B
+    assert kv.stats.evictions == 3
+    kv.check()
+
+
+def test_a_shared_prefix_outlives_its_branches():
+    kv = make(11)
+    stem = prompt(3 * B)
+    for owner in range(2):
+        serve(kv, owner, [*stem, *prompt(2 * B, owner + 1)])
+    kv.admit(9, [7])
+    assert kv.extend(9, 7 * B)
+    assert kv.match([*stem, 1]) == 3 * B
+    assert kv.stats.num_cached == (3,)
+
+
+def test_pressure_never_touches_leased_blocks():
+    kv = make(9)
+    tokens = prompt(4 * B)
+    serve(kv, 1, tokens, end=False)
+    mine = kv.table(1)
+    for owner in range(2, 30):
+        serve(kv, owner, prompt(4 * B, owner))
+        assert kv.table(1) == mine and not set(mine) & set(kv.pools[0].eviction_order())
+    assert kv.match([*tokens, 1]) == 4 * B
+    kv.admit(99, [5])
+    assert not kv.extend(99, 5 * B)
+    assert kv.table(99) == []
+    kv.check()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_with_only_evictable_blocks_left_a_new_owner_always_gets_in(num_groups: int):
+    kv = make(9, num_groups=num_groups)
+    for owner in range(4):
+        serve(kv, owner, prompt(8 * B, owner))
+    assert kv.stats.num_free == (0,) * num_groups and kv.stats.num_cached == (8,) * num_groups
+    for owner, tokens in enumerate((prompt(8 * B, 3), prompt(8 * B, 50), prompt(8 * B - 1, 3)), 10):
+        assert kv.can_admit(tokens, num_tokens=8 * B)
+        assert not kv.can_admit(tokens, num_tokens=8 * B + 1)
+        kv.admit(owner, tokens)
+        assert kv.extend(owner, 8 * B)
+        assert not kv.extend(owner, 8 * B + 1)
+        kv.commit(owner, tokens, len(tokens))
+        kv.release(owner)
+        kv.check()
+
+
+def test_can_admit_counts_shared_blocks_once():
+    kv = make(9)
+    tokens = prompt(6 * B)
+    serve(kv, 1, tokens, end=False)
+    same = [*tokens[: 5 * B], 1]
+    assert kv.num_available() == 2
+    assert kv.can_admit(same, num_tokens=7 * B)
+    assert kv.can_admit(same, num_tokens=6 * B, headroom=1)
+    assert not kv.can_admit(same, num_tokens=6 * B, headroom=2)
+    assert not kv.can_admit(same, num_tokens=7 * B, reuse=False)
+    assert not kv.can_admit(same, num_tokens=7 * B, salt="x")
+    assert not kv.can_admit(prompt(5 * B + 1, 9), num_tokens=5 * B + 1)
+
+
+def test_extend_is_all_or_nothing_over_groups():
+    kv = KvCache(groups(2), tokens_per_block=B, num_blocks=(9, 4))
+    kv.admit(1, [1])
+    assert not kv.extend(1, 4 * B)
+    assert kv.stats.num_free == (8, 3) and kv.num_tokens_capacity(1) == 0
+    assert kv.extend(1, 3 * B)
+    assert (kv.num_available(), kv.missing_blocks(1, 3 * B), kv.missing_blocks(1, 3 * B + 1)) == (0, 0, 1)
+    kv.check()
+
+
+def test_a_prefix_needs_its_block_in_every_group():
+    kv = KvCache(groups(2), tokens_per_block=B, num_blocks=(20, 5))
+    tokens = prompt(3 * B)
+    serve(kv, 1, tokens)
+    serve(kv, 2, prompt(3 * B, 1))
+    assert kv.stats.num_cached == (6, 4)
+    assert kv.match([*tokens, 1]) == B
+    assert serve(kv, 3, [*tokens, 1]) == B
+    assert kv.match([*tokens, 1]) == 3 * B, "the holes are filled again"
+
+
+def test_take_new_blocks_reports_each_block_once():
+    kv = make(num_groups=2)
+    tokens = prompt(2 * B + 1)
+    serve(kv, 1, tokens)
+    kv.admit(2, tokens)
+    assert kv.extend(2, 2 * B + 1)
+    new = kv.take_new_blocks(2)
+    assert new == tuple(list(enumerate(kv.table(2, group))) for group in range(2))
+    assert [len(pairs) for pairs in new] == [3, 3]
+    assert kv.extend(2, 3 * B) and kv.take_new_blocks(2) == ([], [])
+    assert kv.extend(2, 3 * B + 1)
+    assert kv.take_new_blocks(2) == tuple([(3, kv.table(2, group)[3])] for group in range(2))
+
+
+@pytest.mark.parametrize("num_tokens", [B, 2 * B - 1, 2 * B, 2 * B + 1])
+def test_fork_shares_full_blocks_and_copies_the_partial_one(num_tokens: int):
+    kv = make(num_groups=2)
+    tokens = prompt(num_tokens)
+    serve(kv, 1, tokens, end=False)
+    copies = kv.fork(1, 2, num_tokens)
+    full, rest = divmod(num_tokens, B)
+    assert [group for group, _, _ in copies] == ([0, 1] if rest else [])
+    for group, source, target in copies:
+        assert (source, target) == (kv.table(1, group)[full], kv.table(2, group)[full])
+        assert source != target
+    for group in range(2):
+        assert kv.table(2, group)[:full] == kv.table(1, group)[:full]
+    kv.check()
+    child = [*tokens, *prompt(2 * B, 5)]
+    assert kv.extend(2, len(child))
+    kv.commit(2, child, len(child))
+    kv.release(1)
+    kv.check()
+    kv.release(2)
+    kv.check()
+    assert kv.match([*child, 1]) == len(child) // B * B
+    assert kv.stats.num_leased == (0, 0)
+
+
+def test_fork_before_the_parent_has_committed():
+    kv = make()
+    tokens = prompt(3 * B)
+    kv.admit(1, tokens)
+    assert kv.extend(1, 3 * B)
+    assert kv.fork(1, 2, 3 * B) == []
+    kv.commit(2, tokens, 3 * B)
+    kv.commit(1, tokens, 3 * B)
+    kv.check()
+    kv.release(2)
+    kv.release(1)
+    kv.check()
+    assert kv.stats.num_cached == (3,)
+
+
+def test_fork_without_a_block_changes_nothing():
+    kv = make(3)
+    serve(kv, 1, prompt(B + 1), end=False)
+    before = kv.stats
+    with pytest.raises(NoBlocks, match="owner 1"):
+        kv.fork(1, 2, B + 1)
+    assert kv.stats == before and 2 not in kv.tables
+    assert kv.fork(1, 2, B) == []
+    kv.check()
+
+
+def test_extra_leases_hold_blocks_back():
+    kv = make(4)
+    serve(kv, 1, prompt(3 * B))
+    first, *_, last = kv.pools[0].eviction_order()
+    kv.lease(0, first)
+    kv.lease(0, first)
+    kv.admit(2, [1])
+    assert not kv.extend(2, 3 * B) and kv.extend(2, 2 * B)
+    kv.check()
+    kv.unlease(0, first)
+    assert kv.num_available() == 0
+    kv.unlease(0, first)
+    assert kv.num_available() == 1
+    kv.check()
+    for block in (first, last):
+        with pytest.raises(AssertionError, match="no extra lease"):
+            kv.unlease(0, block)
+
+
+def test_a_prefix_stays_more_recent_than_a_block_whose_transfer_ends_later():
+    kv = make()
+    tokens = prompt(3 * B)
+    serve(kv, 1, tokens, end=False)
+    last = kv.table(1)[2]
+    kv.lease(0, last)
+    kv.release(1)
+    kv.unlease(0, last)
+    assert block_keys(kv, 0) == [("", tuple(tokens[:end])) for end in (3 * B, 2 * B, B)]
+
+
+def test_failed_work_is_not_found_again():
+    kv = make()
+    stem, tail = prompt(2 * B), prompt(2 * B, 1)
+    serve(kv, 1, stem)
+    serve(kv, 2, stem + tail, end=False)
+    assert kv.admit(3, [*stem, *tail, 1, 2]) == 4 * B
+    kv.release(2, index=False)
+    kv.check()
+    assert kv.match([*stem, *tail, 1]) == 2 * B, "the stem wasn't computed by the owner that failed"
+    on_top = [*stem, *tail, *prompt(B, 2)]
+    assert kv.extend(3, len(on_top))
+    kv.commit(3, on_top, len(on_top))
+    kv.release(3)
+    kv.check()
+    assert kv.match([*on_top, 1]) == 2 * B
+    serve(kv, 4, stem + tail)
+    assert kv.match([*on_top, 1]) == 4 * B, "what stood on the failed blocks is gone, the new ones are found"
+
+
+def test_reset_forgets_everything_and_owners_go_on():
+    kv = make()
+    serve(kv, 1, prompt(3 * B, 1))
+    tokens = prompt(2 * B, 2)
+    serve(kv, 2, tokens, salt="s", end=False)
+    kv.reset()
+    kv.check()
+    assert kv.stats.num_cached == (0,) and kv.stats.num_leased == (2,)
+    assert kv.match([*tokens, 1], salt="s") == kv.match(prompt(3 * B, 1)) == 0
+    tokens += prompt(2 * B, 3)
+    assert kv.extend(2, len(tokens))
+    kv.commit(2, tokens, len(tokens))
+    kv.fork(2, 3, len(tokens))
+    kv.commit(3, tokens, len(tokens))
+    for owner in (2, 3):
+        kv.release(owner)
+        kv.check()
+    assert kv.stats.num_free == (39,) and kv.index.num_nodes == 0
+
+
+def test_statistics_count_tokens_and_blocks():
+    kv = make(num_groups=2)
+    tokens = prompt(2 * B + 1)
+    serve(kv, 1, tokens)
+    serve(kv, 2, tokens)
+    stats = kv.stats
+    assert (stats.lookups, stats.hit_tokens, stats.miss_tokens) == (2, 2 * B, 2 * B + 2)
+    assert (stats.allocated_blocks, stats.reused_blocks, stats.missed_blocks) == (8, 4, 8)
+    assert stats.hit_rate == pytest.approx(2 * B / (4 * B + 2))
+    assert stats.num_total == (39, 39) and stats.num_cached == (2, 2) and stats.num_free == (37, 37)
+
+
+def test_commit_reads_only_new_blocks():
+    kv = make()
+    tokens = prompt(3 * B)
+    serve(kv, 1, tokens[: 2 * B], end=False)
+    assert kv.extend(1, 3 * B)
+    kv.commit(1, [-1] * 2 * B + tokens[2 * B :], 3 * B)
+    assert kv.match([*tokens, 1]) == 3 * B
+    with pytest.raises(AssertionError):
+        kv.commit(1, [*tokens, *tokens], 6 * B)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"tokens_per_block": 24}, "tokens_per_block is 24"),
+        ({"tokens_per_block": 0}, "tokens_per_block is 0"),
+        ({"num_blocks": (5, 5)}, "num_blocks has 2 entries for 1"),
+        ({"num_blocks": (1,)}, "2 or more"),
+    ],
+)
+def test_bad_sizes_are_refused(change: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        KvCache(groups(), **{"tokens_per_block": B, "num_blocks": (9,), **change})
