@@ -7,7 +7,7 @@ EXCEPTIONS = {
     (
         "size-class",
         "src/headrace/scheduler/settings.py:SchedulerSettings",
-    ): "value type: one field for each resolved limit",
+    ): "value type: one field for each limit",
     ("size-class", "src/headrace/types.py:Sampling"): "value type: one field for each sampling parameter of a request",
     ("torch", "src/headrace/hub/pretrained.py:transformers"): (
         "the only from_pretrained: imported in the function, for tokenizers that have no tokenizer.json"

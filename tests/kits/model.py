@@ -85,10 +85,10 @@ class Case:
         windows = [layer.spec.window for layer in self.model.layers if layer.spec.window is not None]
         return min(windows) if windows else None
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """transformers' logits at every position. [tokens, vocab]"""
+    def logits(self, ids: Sequence[int], *, keep: int = 0) -> Tensor:
+        """transformers' logits at the last `keep` positions, at all with 0. [tokens, vocab]"""
         with torch.inference_mode():
-            return self.oracle(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+            return self.oracle(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=keep).logits[0].float()
 
     def greedy(self, ids: Sequence[int], num_tokens: int) -> list[int]:
         prompt = torch.tensor([list(ids)])
@@ -150,16 +150,18 @@ class Sequences:
         self.free = list(range(1, num_blocks))
         random.Random(0).shuffle(self.free)
 
-    def step(self, chunks: Sequence[tuple[Row, Sequence[int]]]) -> list[Tensor]:
-        """Compute chunks of rows in one packed step. -> logits of every token, by row: [tokens, vocab]"""
+    def step(self, chunks: Sequence[tuple[Row, Sequence[int]]], *, keep: int | None = None) -> list[Tensor]:
+        """Compute chunks of rows in one packed step. -> logits of each row's last `keep` tokens (of all): [tokens, vocab]"""
         for row, ids in chunks:
             while len(row.blocks) * self.block_size < row.num_cached + len(ids):
                 row.blocks.append(self.free.pop())
-        lengths = [len(ids) for _, ids in chunks]
+        ends = torch.tensor([len(ids) for _, ids in chunks]).cumsum(0).tolist()
+        lengths = [len(ids) if keep is None else min(keep, len(ids)) for _, ids in chunks]
+        rows = torch.cat([torch.arange(end - length, end) for end, length in zip(ends, lengths)])
         ids = torch.tensor([token for _, ids in chunks for token in ids])
-        hidden = self.runner.forward(ids, [self._attention_step(chunks) for _ in self.groups])
-        for row, ids in chunks:
-            row.num_cached += len(ids)
+        hidden = self.runner.forward(ids, [self._attention_step(chunks) for _ in self.groups], rows=rows)
+        for row, chunk in chunks:
+            row.num_cached += len(chunk)
         return list(self.runner.logits(hidden).split(lengths))
 
     def _attention_step(self, chunks: Sequence[tuple[Row, Sequence[int]]]) -> AttentionStep:
@@ -242,7 +244,7 @@ def check_all(case: Case) -> None:
 
 def greedy(model: Model, ids: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
     sequences, row = Sequences(model, **options), Row()
-    (logits,) = sequences.step([(row, list(ids))])
+    (logits,) = sequences.step([(row, list(ids))], keep=1)
     tokens = [int(logits[-1].argmax())]
     while len(tokens) < num_tokens:
         (logits,) = sequences.step([(row, tokens[-1:])])

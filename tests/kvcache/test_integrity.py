@@ -206,8 +206,8 @@ def prefix_ignored(patch: pytest.MonkeyPatch) -> None:
 
     def walk(self: RadixIndex, space: Namespace, tokens: Any, max_blocks: int) -> list[int]:
         path = right(self, space, tokens, max_blocks)
-        for key in self.keys(tokens, len(path), max_blocks):
-            same = [node for node, edge in enumerate(self.key) if edge == key]
+        for at in range(len(path), max_blocks):
+            same = [node for node, edge in enumerate(self.key) if edge == self.edge(tokens, at)]
             if not same:
                 break
             path.append(same[0])

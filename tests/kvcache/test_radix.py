@@ -14,8 +14,8 @@ BASE = Namespace()
 def insert(index: RadixIndex, tokens: list[int], space: Namespace = BASE, first_block: int = 1) -> list[int]:
     """Gives every full block of `tokens` a node and a block where it has none."""
     node, path = index.root(space), []
-    for at, key in enumerate(index.keys(tokens, 0, len(tokens) // index.tokens_per_block)):
-        node = index.descend(node, key)
+    for at in range(len(tokens) // index.tokens_per_block):
+        node = index.descend(node, index.edge(tokens, at))
         if index.blocks[0][node] < 0:
             index.set_block(0, node, first_block + at)
         path.append(node)

@@ -12,7 +12,7 @@ from headrace.sampling import draw
 from headrace.sampling.noise import Purpose, uniform
 from headrace.types import Sampling
 from tests.sampling import twin
-from tests.sampling.test_filters import params_of
+from tests.sampling.driver import params_of
 
 LARGEST = 1 - 2.0**-53
 SMALLEST = 2.0**-53

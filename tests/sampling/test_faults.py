@@ -8,7 +8,7 @@ import torch
 from headrace.sampling import processors
 from headrace.sampling.sampler import Sampler
 from headrace.types import Sampling
-from tests.sampling.test_sampler import new_sampler, step
+from tests.sampling.driver import new_sampler, step
 from tests.sampling.twin import Sequence
 
 LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 3)
@@ -16,7 +16,7 @@ LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 3)
 
 def _three(sampling: Sampling) -> tuple[Sampler, list[Sequence]]:
     seqs = [Sequence(Sampling(), [0]), Sequence(sampling, [0, 1]), Sequence(Sampling(presence_penalty=9.0), [0])]
-    return new_sampler(seqs, vocab=4, num_valid=4), seqs
+    return new_sampler(seqs, vocab=4), seqs
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def _three(sampling: Sampling) -> tuple[Sampler, list[Sequence]]:
 def test_bad_parameters_fail_their_row_only(sampling: Sampling, message: str) -> None:
     sampler, seqs = _three(sampling)
     for expected in ([3, 3], [3, 2]):
-        sampled = step(sampler, seqs, LOGITS.clone(), [0, 1, 2])
+        sampled = step(sampler, seqs, LOGITS, [0, 1, 2])
         assert sampled.errors.keys() == {1} and message in sampled.errors[1]
         assert sampled.tokens[[0, 2]].tolist() == expected
     sampler.free(1)
     seqs[1] = Sequence(Sampling(), [0])
     sampler.begin(seqs[1].init(1))
-    assert step(sampler, seqs, LOGITS.clone(), [0, 1, 2]).errors == {}
+    assert step(sampler, seqs, LOGITS, [0, 1, 2]).errors == {}
 
 
 def test_processors_see_history_and_fail_alone() -> None:
@@ -57,7 +57,7 @@ def test_processors_see_history_and_fail_alone() -> None:
     key = processors.register([count_down])
     sampler, seqs = _three(Sampling(processors=key, logprobs=1, temperature=1.0))
     processors.release(key)  # the slot keeps what it began with
-    results = [step(sampler, seqs, LOGITS.clone(), [1, 0, 2]) for _ in range(3)]
+    results = [step(sampler, seqs, LOGITS, [1, 0, 2]) for _ in range(3)]
     assert seen == [[[0, 1]], [[0, 1, 2]], [[0, 1, 2, 1]]]
     assert seqs[1].output[:2] == [2, 1]
     assert [result.errors.keys() for result in results] == [set(), set(), {0}]
@@ -75,7 +75,7 @@ def test_processor_cannot_bring_padded_ids_back() -> None:
     key = processors.register([flatten])
     seq = Sequence(Sampling(processors=key), [0])
     sampler = new_sampler([seq], vocab=4, num_valid=3)
-    assert step(sampler, [seq], LOGITS[:1].clone(), [0]).tokens.tolist() == [0]
+    assert step(sampler, [seq], LOGITS[:1], [0]).tokens.tolist() == [0]
     processors.release(key)
 
 
@@ -85,7 +85,7 @@ def test_processed_logprobs_follow_the_processor() -> None:
 
     key = processors.register([favour])
     seq = Sequence(Sampling(processors=key, logprobs=0, processed_logprobs=True), [0])
-    sampler = new_sampler([seq], vocab=4, num_valid=4)
-    found = step(sampler, [seq], LOGITS[:1].clone(), [0]).logprobs[0]
+    sampler = new_sampler([seq], vocab=4)
+    found = step(sampler, [seq], LOGITS[:1], [0]).logprobs[0]
     assert found.ids.tolist() == [[0]] and abs(float(found.values[0, 0])) < 1e-6
     processors.release(key)

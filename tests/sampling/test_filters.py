@@ -7,22 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.sampling import filters
-from headrace.sampling.state import RowParams, SlotParams
-from headrace.seam import SlotInit
 from headrace.types import Sampling
 from tests.sampling import twin
+from tests.sampling.driver import params_of
 
 values = st.one_of(
     st.integers(-16, 16).map(lambda n: n / 8),
     st.sampled_from([0.0, -0.0, math.inf, -math.inf, 3e38, -3e38, 1e-40]),
 )
-
-
-def params_of(samplings: list[Sampling], vocab_size: int) -> RowParams:
-    state = SlotParams(len(samplings), vocab_size, device=torch.device("cpu"))
-    for slot, sampling in enumerate(samplings):
-        state.begin(SlotInit(slot, slot, sampling, 0, 0, 10, ()))
-    return state.rows(torch.arange(len(samplings)))
 
 
 @given(st.lists(values, min_size=1, max_size=12), st.data())

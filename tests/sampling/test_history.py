@@ -31,7 +31,7 @@ def test_repeating_equals_search(pieces: list[list[int]], pending: list[int], si
 def test_completing_equals_search(prompt: list[int], output: list[int], pending: list[int], words: list) -> None:
     history = TokenHistory(prompt + output, prompt_len=len(prompt))
     generated = output + pending
-    expected = [word[-1] for word in words if (generated + [9])[-len(word) : -1] == word[:-1]]
+    expected = [word[-1] for word in words if [*generated, 9][-len(word) : -1] == word[:-1]]
     assert history.completing(words, pending) == expected
 
 

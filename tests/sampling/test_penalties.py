@@ -105,7 +105,5 @@ def test_stop_mask_touches_active_stop_ids_only(first: float) -> None:
 
 def test_stop_mask_without_stop_ids_masks_nothing() -> None:
     logits = torch.ones(2, 3)
-    mask_stop_ids(
-        logits, torch.full((2, 2), -1), rows=torch.tensor([0, 1]), active=torch.tensor([True, True])
-    )
+    mask_stop_ids(logits, torch.full((2, 2), -1), rows=torch.tensor([0, 1]), active=torch.tensor([True, True]))
     assert logits.tolist() == [[1.0] * 3] * 2

@@ -20,11 +20,11 @@ from headrace.sampling.verify import verify
 from headrace.seam import HOST_TOKEN, SAMPLE, ints
 from headrace.types import Sampling
 from tests.sampling import twin
+from tests.sampling.driver import new_sampler, step
 from tests.sampling.twin import Sequence
 
 VOCAB, NUM_VALID = 11, 9
 token_ids = st.integers(0, NUM_VALID - 1)
-eighths = st.integers(-32, 32).map(lambda n: n / 8)
 
 samplings = st.builds(
     Sampling,
@@ -64,33 +64,16 @@ def small_limits() -> Iterator[None]:
         yield
 
 
-def new_sampler(seqs: list[Sequence], *, vocab: int = VOCAB, num_valid: int = NUM_VALID) -> Sampler:
-    """Sequence i in slot i."""
-    sampler = Sampler(len(seqs) + 1, vocab, num_valid_ids=num_valid, device="cpu")
-    for slot, seq in enumerate(seqs):
-        sampler.begin(seq.init(slot))
-    return sampler
-
-
-def step(sampler: Sampler, seqs: list[Sequence], logits: torch.Tensor, slots: list[int], **flags) -> Sampled:
-    """One token for each of `slots`, rows in that order; `seqs` are by slot and grow."""
-    lengths = torch.tensor([len(seqs[slot].tokens) for slot in slots])
-    sampled = sampler.sample(logits, torch.tensor(slots), lengths, **flags)
-    for row, slot in enumerate(slots):
-        seqs[slot].output.append(int(sampled.tokens[row]))
-    return sampled
-
-
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(sequences, min_size=1, max_size=6), st.booleans(), st.data())
 def test_equals_twin_over_steps(seqs: list[Sequence], narrow: bool, data: st.DataObject) -> None:
     seqs = copy.deepcopy(seqs)
     with small_limits() if narrow else contextlib.nullcontext():
-        sampler = new_sampler(seqs)
+        sampler = new_sampler(seqs, vocab=VOCAB, num_valid=NUM_VALID)
         for _ in range(3):
             slots = data.draw(st.permutations(range(len(seqs))))
-            row = st.lists(eighths, min_size=VOCAB, max_size=VOCAB)
-            logits = data.draw(st.lists(row, min_size=len(seqs), max_size=len(seqs)))
+            rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+            logits = (rng.integers(-32, 33, (len(seqs), VOCAB)) / 8).tolist()
             before = copy.deepcopy(seqs)
             sampled = step(sampler, seqs, torch.tensor(logits), slots)
             assert sampled.errors == {}
@@ -123,7 +106,7 @@ def test_neighbours_and_order_change_nothing(seqs: list[Sequence], seed: int, ra
 
     def run(batches: list[list[int]]) -> list[list[int]]:
         fresh = copy.deepcopy(seqs)
-        sampler = new_sampler(fresh, vocab=vocab, num_valid=vocab)
+        sampler = new_sampler(fresh, vocab=vocab)
         for _ in range(3):
             for slots in batches:
                 step(sampler, fresh, logits[slots], slots)
@@ -135,7 +118,7 @@ def test_neighbours_and_order_change_nothing(seqs: list[Sequence], seed: int, ra
 
 
 def greedy(logits: list[float], seq: Sequence) -> int:
-    sampler = new_sampler([seq], vocab=len(logits), num_valid=len(logits))
+    sampler = new_sampler([seq], vocab=len(logits))
     return int(step(sampler, [seq], torch.tensor([logits]), [0]).tokens[0])
 
 
@@ -163,9 +146,9 @@ def test_min_tokens_boundary() -> None:
     """[A, EOS] with min_tokens 2 doesn't end; the prompt isn't counted; EOS may come third."""
     eos = 0
     seq = Sequence(Sampling(), prompt=[3] * 50, min_tokens=2, stop_ids=(eos,))
-    sampler = new_sampler([seq], vocab=4, num_valid=4)
+    sampler = new_sampler([seq], vocab=4)
     wants_eos = torch.tensor([[9.0, 1.0, 2.0, 0.0]])
-    results = [step(sampler, [seq], wants_eos.clone(), [0]) for _ in range(3)]
+    results = [step(sampler, [seq], wants_eos, [0]) for _ in range(3)]
     assert seq.output == [2, 2, eos]
     assert [bool(result.done) for result in results] == [False, False, True]
 
@@ -173,7 +156,7 @@ def test_min_tokens_boundary() -> None:
 def test_without_known_eos_nothing_is_masked() -> None:
     for stop_ids in [(), (-1,), (99,)]:
         seq = Sequence(Sampling(), prompt=[1], min_tokens=5, stop_ids=stop_ids)
-        sampler = new_sampler([seq], vocab=4, num_valid=4)
+        sampler = new_sampler([seq], vocab=4)
         last_is_best = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
         result = step(sampler, [seq], last_is_best, [0])
         assert result.tokens.tolist() == [3] and result.done.tolist() == [False]
@@ -181,7 +164,7 @@ def test_without_known_eos_nothing_is_masked() -> None:
 
 def test_done_at_max_len() -> None:
     seq = Sequence(Sampling(), prompt=[1, 1], max_len=4)
-    sampler = new_sampler([seq], vocab=4, num_valid=4)
+    sampler = new_sampler([seq], vocab=4)
     assert [bool(step(sampler, [seq], torch.zeros(1, 4), [0]).done) for _ in range(2)] == [False, True]
 
 
@@ -202,7 +185,7 @@ def test_done_at_max_len() -> None:
 def test_edge_values_are_greedy_in_a_mixed_batch(sampling: Sampling, scale: float) -> None:
     logits = torch.tensor([[1.0, -2.0, 3.0, 0.0], [0.0, 1.0, 0.5, 0.0], [1.0, 0.0, 0.0, 2.0]]) * scale
     seqs = [Sequence(Sampling(), [0]), Sequence(sampling, [0]), Sequence(Sampling(temperature=1.0, top_p=0.9), [0])]
-    sampler = new_sampler(seqs, vocab=4, num_valid=4)
+    sampler = new_sampler(seqs, vocab=4)
     tokens = step(sampler, seqs, logits, [0, 1, 2]).tokens.tolist()
     assert tokens[:2] == [2, 1] and 0 <= tokens[2] < 4
 
@@ -233,13 +216,13 @@ def test_seeds_repeat_and_differ() -> None:
 
 def test_host_token_rows_only_report() -> None:
     seqs = [Sequence(Sampling(presence_penalty=50.0, logprobs=2), [0], max_len=2) for _ in range(2)]
-    sampler = new_sampler(seqs, vocab=4, num_valid=4)
+    sampler = new_sampler(seqs, vocab=4)
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
     flags = ints([SAMPLE | HOST_TOKEN, SAMPLE])
-    first = step(sampler, seqs, logits.clone(), [0, 1], row_flags=flags)
+    first = step(sampler, seqs, logits, [0, 1], row_flags=flags)
     assert first.tokens.tolist() == [3, 3] and first.done.tolist() == [False, True]
     assert first.logprobs[0].ids.tolist() == [[3, 3, 2]]
-    second = step(sampler, seqs, logits.clone(), [0, 1], row_flags=flags)
+    second = step(sampler, seqs, logits, [0, 1], row_flags=flags)
     assert second.tokens.tolist() == [3, 2]  # only the second slot remembers its token
 
 
@@ -253,7 +236,7 @@ def test_slots_come_back_clean() -> None:
         no_repeat_ngram_size=1,
         logprobs=4,
     )
-    sampler = new_sampler([Sequence(loaded, [1, 2], min_tokens=9, stop_ids=(3,))], vocab=4, num_valid=4)
+    sampler = new_sampler([Sequence(loaded, [1, 2], min_tokens=9, stop_ids=(3,))], vocab=4)
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
     assert sampler.state.counts.num_used == 1
     sampler.free(0)
@@ -270,14 +253,14 @@ def test_resuming_equals_going_on() -> None:
     generator = torch.Generator().manual_seed(3)
     sampling = Sampling(temperature=1.0, repetition_penalty=1.5, frequency_penalty=0.5, no_repeat_ngram_size=2, seed=5)
     straight, moved = (Sequence(sampling, [1, 2, 3]) for _ in range(2))
-    one, two = new_sampler([straight, straight]), new_sampler([moved, moved])
+    one, two = new_sampler([straight], vocab=VOCAB), new_sampler([moved, moved], vocab=VOCAB)
     for at in range(8):
         logits = torch.randn(1, VOCAB, generator=generator)
-        step(one, [straight], logits.clone(), [0])
+        step(one, [straight], logits, [0])
         slot = at % 2
         two.free(1 - slot)
         two.begin(moved.init(slot))
-        step(two, [moved, moved], logits.clone(), [slot])
+        step(two, [moved, moved], logits, [slot])
     assert straight.output == moved.output
 
 
@@ -287,10 +270,10 @@ def test_speculation_equals_one_by_one(sampling: Sampling, k: int, guesses: list
     """Logits depend on the position only; drafts are right or wrong at random; every accepted token counts."""
     table = torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
     plain, drafted = (Sequence(sampling, [1, 2], min_tokens=4, stop_ids=(3,)) for _ in range(2))
-    sampler = new_sampler([plain])
+    sampler = new_sampler([plain], vocab=VOCAB, num_valid=NUM_VALID)
     while len(plain.output) < 8:
-        step(sampler, [plain], table[len(plain.tokens)][None].clone(), [0])
-    sampler = new_sampler([drafted])
+        step(sampler, [plain], table[len(plain.tokens)][None], [0])
+    sampler = new_sampler([drafted], vocab=VOCAB, num_valid=NUM_VALID)
     while len(drafted.output) < 8:
         at = len(drafted.output)
         right = plain.output[at : at + k]

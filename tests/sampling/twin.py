@@ -86,7 +86,9 @@ def shaped_logits(raw: list[float], seq: Sequence) -> list[float]:
     seen = set(seq.prompt[sampling.prompt_ignore_length :]) | set(seq.output)
     for token in range(len(x)):
         if token in seen:
-            x[token] = x[token] / sampling.repetition_penalty if x[token] > 0 else x[token] * sampling.repetition_penalty
+            x[token] = (
+                x[token] / sampling.repetition_penalty if x[token] > 0 else x[token] * sampling.repetition_penalty
+            )
         if token in seq.output:
             x[token] -= sampling.frequency_penalty * seq.output.count(token) + sampling.presence_penalty
     if len(seq.output) < seq.min_tokens:
@@ -98,10 +100,7 @@ def shaped_logits(raw: list[float], seq: Sequence) -> list[float]:
 
 def is_greedy(sampling: Sampling) -> bool:
     return (
-        sampling.temperature < GREEDY_TEMPERATURE
-        or sampling.top_k == 1
-        or sampling.top_p == 0
-        or sampling.min_p == 1
+        sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1 or sampling.top_p == 0 or sampling.min_p == 1
     )
 
 

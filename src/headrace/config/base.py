@@ -148,10 +148,11 @@ class ConfigModel(BaseModel):
                 found += [item for item in cast("list[Any]", held) if isinstance(item, ConfigModel)]
         return found
 
-    def set_quietly(self, **values: Any) -> None:
-        """Store derived values without checks and without marking the fields as set by the user."""
+    def derive(self, **values: Any) -> None:
+        """Store values that follow from others, without checks; they then travel like values that were set."""
         assert values.keys() <= type(self).model_fields.keys()
         vars(self).update(values)
+        self.model_fields_set.update(values)
 
     @model_validator(mode="before")
     @classmethod

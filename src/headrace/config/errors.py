@@ -47,6 +47,10 @@ REMOVED: dict[str, str] = {
     "fail_fast_on_attention_window_too_large": "windows that do not fit always fail at start",
     "enable_prompt_adapter": "prompt adapters belonged to built engines",
     "fast_build": "there is no build step",
+    "eagle_choices": "trees follow the head's confidence: use_dynamic_tree",
+    "eagle3_one_model": "target and head always run as one",
+    "greedy_sampling": "drafts are verified with the request's own sampling",
+    "posterior_threshold": "drafts are accepted exactly, or with use_rejection_sampling",
 }
 """Keys of older releases that have no successor, and why."""
 
@@ -120,7 +124,7 @@ def join(parent: str, child: str) -> str:
 
 def unknown_key(key: str, owner: type[BaseModel], *, root: type[BaseModel] | None = None) -> str:
     """The message for a key that `owner` does not have, with the nearest valid name anywhere under `root`."""
-    if key in REMOVED and owner is (root or owner):
+    if key in REMOVED:
         return f"no longer an option: {REMOVED[key]}"
     suggestion = suggest(key, owner, root or owner)
     return "unknown key" + (f", did you mean '{suggestion}'?" if suggestion else "")
@@ -135,14 +139,24 @@ def suggest(key: str, owner: type[BaseModel], root: type[BaseModel]) -> str:
     target = RENAMED.get(normal, "")
     if target and (target.split(".")[0] in names or owner is not root):
         return target
-    elsewhere = [path for path in leaf_paths(root) if path.rsplit(".", 1)[-1] == normal]
-    near = difflib.get_close_matches(normal, names, n=1, cutoff=0.6)
-    if elsewhere and not (near and difflib.SequenceMatcher(None, normal, near[0]).ratio() > 0.85):
-        return min(elsewhere, key=lambda path: (path.count("."), path))
-    if near:
-        return near[0]
-    far = difflib.get_close_matches(normal, [path.rsplit(".", 1)[-1] for path in leaf_paths(root)], n=1, cutoff=0.8)
-    return next((path for path in leaf_paths(root) if far and path.rsplit(".", 1)[-1] == far[0]), "")
+    here, here_score = _closest(normal, names, cutoff=0.6)
+    places = list(leaf_paths(root))
+    there, there_score = _closest(normal, [path.rsplit(".", 1)[-1] for path in places], cutoff=0.8)
+    if there and there_score - _ELSEWHERE_PENALTY > here_score:
+        return min(
+            (path for path in places if path.rsplit(".", 1)[-1] == there),
+            key=lambda path: (path.count("."), not path.startswith("kv_cache_config."), path),
+        )
+    return here
+
+
+_ELSEWHERE_PENALTY = 0.1
+"""A name of the same mapping is the likelier one, unless one elsewhere is clearly closer."""
+
+
+def _closest(key: str, names: Sequence[str], *, cutoff: float) -> tuple[str, float]:
+    near = difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
+    return (near[0], difflib.SequenceMatcher(None, near[0], key).ratio()) if near else ("", 0.0)
 
 
 def own_keys(cls: type[BaseModel]) -> list[str]:

@@ -27,7 +27,7 @@ def _agree_on_largest(config: ConfigModel, list_name: str, max_name: str) -> Non
     limit = cast(int, config.__dict__[max_name])
     if max_name in config.model_fields_set and limit not in (0, sizes[-1]):
         raise ConfigError(Problem(max_name, f"is {limit} but {list_name} end at {sizes[-1]}: keep one of them"))
-    config.set_quietly(**{max_name: sizes[-1]})
+    vars(config)[max_name] = sizes[-1]
 
 
 class DecodeCudaGraphConfig(ConfigModel):

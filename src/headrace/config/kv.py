@@ -193,8 +193,8 @@ class KvCacheConfig(ConfigModel):
         if problems:
             raise ConfigError(problems)
         if self.mamba_state_cache_interval is not None:
-            self.mamba_state_config.set_quietly(periodic_snapshot_interval=self.mamba_state_cache_interval)
-            self.set_quietly(mamba_state_cache_interval=None)
+            self.mamba_state_config.derive(periodic_snapshot_interval=self.mamba_state_cache_interval)
+            self.derive(mamba_state_config=self.mamba_state_config, mamba_state_cache_interval=None)
         return self
 
     def _problems(self) -> list[Problem]:

@@ -221,9 +221,10 @@ def _change(args: LlmArgs, path: str, value: Any, *, because: str) -> Iterator[N
     *parents, name = path.split(".")
     owner: Any = args
     for parent in parents:
+        owner.derive(**{parent: owner.__dict__[parent]})
         owner = owner.__dict__[parent]
     if owner.__dict__[name] != value:
-        owner.set_quietly(**{name: value})
+        owner.derive(**{name: value})
         yield Note(path, f"set to {str(value).lower()}: {because}")
 
 
@@ -253,7 +254,7 @@ def _context_parallel(args: LlmArgs) -> Iterator[Note]:
 
 def _drafting(args: LlmArgs) -> Iterator[Note]:
     if isinstance(args.speculative_config, EagleDecodingConfig):
-        args.set_quietly(speculative_config=args.speculative_config.as_eagle3())
+        args.derive(speculative_config=args.speculative_config.as_eagle3())
         yield Note("speculative_config.decoding_type", "Eagle is read as Eagle3; EAGLE 1 and 2 heads do not work")
     spec, graphs = args.speculative_config, args.cuda_graph_config
     if spec is not None and spec.draft_len_schedule and isinstance(graphs, DecodeCudaGraphConfig):
@@ -262,7 +263,7 @@ def _drafting(args: LlmArgs) -> Iterator[Note]:
         if graphs.batch_sizes:
             sizes = sorted({*graphs.batch_sizes, *spec.draft_len_schedule})
             yield from _change(args, "cuda_graph_config.batch_sizes", sizes, because=because)
-            graphs.set_quietly(max_batch_size=sizes[-1])
+            graphs.derive(max_batch_size=sizes[-1])
     if isinstance(spec, SaveHiddenStatesDecodingConfig):
         because = "decoding_type SaveState works on one request at a time"
         yield from _change(args, "max_batch_size", 1, because=because)

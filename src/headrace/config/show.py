@@ -13,7 +13,7 @@ import yaml
 from headrace.config.base import ConfigModel, default_of
 from headrace.config.errors import join
 from headrace.config.kernels import EncodeCudaGraphConfig
-from headrace.config.llm_args import HIDDEN
+from headrace.config.llm_args import HIDDEN, LlmArgs
 from headrace.config.resolution import Resolved, python_only_keys
 
 _SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
@@ -54,9 +54,8 @@ def plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def as_dict(resolved: Resolved, *, everything: bool = False) -> dict[str, Any]:
-    """The configuration as nested plain values: what differs from the defaults, or everything; secrets hidden."""
-    args = resolved.args
+def as_dict(args: LlmArgs, *, everything: bool = False) -> dict[str, Any]:
+    """The settings as nested plain values: what differs from the defaults, or everything. Secrets are hidden."""
     if everything:
         values = cast("dict[str, Any]", plain(args))
         for path in python_only_keys(type(args)):
@@ -75,14 +74,13 @@ def as_dict(resolved: Resolved, *, everything: bool = False) -> dict[str, Any]:
 def as_json(resolved: Resolved, *, everything: bool = False) -> str:
     """The configuration as JSON: `config`, and `origins` of the settings that differ from their defaults."""
     origins = {path: resolved.origin(path) for path in changed_keys(resolved.args)}
-    return json.dumps({"config": as_dict(resolved, everything=everything), "origins": origins}, indent=2)
+    return json.dumps({"config": as_dict(resolved.args, everything=everything), "origins": origins}, indent=2)
 
 
 def as_yaml(resolved: Resolved, *, everything: bool = False) -> str:
     """The configuration as YAML; a comment behind each setting that is not a default says where it comes from."""
     changed = changed_keys(resolved.args).keys()
-    values = as_dict(resolved, everything=everything)
-    lines = list(_lines(values, "", resolved, changed))
+    lines = list(_lines(as_dict(resolved.args, everything=everything), "", resolved, changed))
     return "\n".join(lines) + "\n" if lines else "{}  # all settings have their defaults\n"
 
 

@@ -195,7 +195,7 @@ class MTPDecodingConfig(SpeculativeConfig):
     @model_validator(mode="after")
     def _layers_are_a_draft_length(self) -> Self:
         if self.max_draft_len is None and self.num_nextn_predict_layers is not None:
-            self.set_quietly(max_draft_len=self.num_nextn_predict_layers)
+            vars(self)["max_draft_len"] = self.num_nextn_predict_layers
         return self
 
     def kind_problems(self) -> list[Problem]:

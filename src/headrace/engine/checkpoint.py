@@ -114,7 +114,7 @@ class GgufRows:
         assert tuple(into.shape) == _part_shape(self.shape, part), (self.name, into.shape, self.shape, part)
         first, end = (part.start, part.stop) if part is not None and part.dim == 0 else (0, self.shape[0])
         for start, chunk in self.tensor.chunks(first, end):
-            rows = torch.from_numpy(chunk)
+            rows = torch.from_numpy(chunk if chunk.flags.writeable else chunk.copy())
             into[start - first : start - first + len(chunk)].copy_(_columns(rows, part))
 
 

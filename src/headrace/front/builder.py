@@ -14,7 +14,7 @@ from headrace import wire
 from headrace.front.errors import RequestError, context_overflow
 from headrace.params import FieldError, LogprobMode, SamplingParams
 from headrace.seeds import child_seed, random_seed
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer, encode_prompt
 from headrace.types import BeamSearch, Request, Sampling
 
 __all__ = ["RequestBuilder", "RequestOptions"]
@@ -74,10 +74,13 @@ class RequestBuilder:
     # ---- prompts -----------------------------------------------------------------------------
 
     def encode(self, text: str, params: SamplingParams) -> list[int]:
-        """Ids of a text prompt. The tokenizer owns BOS: it adds it once, or not at all."""
+        """Ids of a text prompt, with one BOS at most."""
         if self.tokenizer is None:
             raise RequestError("the prompt is text and this engine has no tokenizer: give token ids", param="prompt")
-        return self.tokenizer.encode(text, add_special_tokens=params.add_special_tokens)
+        try:
+            return encode_prompt(self.tokenizer, text, add_special_tokens=params.add_special_tokens)
+        except ValueError as error:
+            raise RequestError(str(error), param="prompt") from None
 
     # ---- requests ----------------------------------------------------------------------------
 

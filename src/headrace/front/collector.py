@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.front.outputs import Finish, TokenUsage
-from headrace.front.pieces import Pieces, pieces_for
+from headrace.front.texts import Text, text_for
 from headrace.params import SamplingParams
+from headrace.text.stream import TextDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.types import Delta, FinishReason, Logprobs, Request, RequestTimes
 
@@ -26,7 +27,7 @@ class Choice:
     """One sequence. Its first reason to end wins; whatever comes later is not added."""
 
     __slots__ = (
-        "_pieces",
+        "_text",
         "collector",
         "cumulative_logprob",
         "finish",
@@ -41,7 +42,7 @@ class Choice:
         "token_ids",
     )
 
-    def __init__(self, collector: Collector, request_id: int, index: int, pieces: Pieces) -> None:
+    def __init__(self, collector: Collector, request_id: int, index: int) -> None:
         self.collector = collector
         self.request_id = request_id
         self.index = index
@@ -56,7 +57,7 @@ class Choice:
         self.finish: Finish | None = None
         self.stop_reason: int | str | None = None
         self.times: RequestTimes | None = None
-        self._pieces = pieces
+        self._text = collector.text_for(self.token_ids)
 
     @property
     def text(self) -> str:
@@ -66,71 +67,55 @@ class Choice:
         """The common step: one token, which ends nothing by itself."""
         if self.finish is not None or self.collector.drops_output:
             return
+        text = self._text.push((token,))
         self.token_ids.append(token)
         self.num_generated += 1
-        part = self._pieces.push(token)
-        if part:
-            self.parts.append(part)
-        if self._pieces.stopped is not None:
-            self.end("stop", stop_reason=self._pieces.stopped)
+        if text.text:
+            self.parts.append(text.text)
+        if text.finished:
+            self._close("stop", text.stop_reason)
 
     def apply(self, delta: Delta) -> None:
         """Everything else: several tokens, log-probabilities, the end."""
         collector = self.collector
         collector.note(self, delta)
-        if delta.times is not None:
-            self.times = delta.times
+        self.times = delta.times or self.times
         if self.finish is not None:
             return
         if collector.drops_output:
-            self.end("length")
+            self._close("length", None)
             return
-        shown = delta.tokens
-        if delta.stop_token is not None:
-            assert delta.tokens[-1] == delta.stop_token
-            shown = delta.tokens[:-1]
+        text = self._text.push(delta.tokens, finish=delta.finish, stop_token=delta.stop_token)
+        self._take(delta, text)
+        if text.text:
+            self.parts.append(text.text)
+        if text.finished:
+            assert text.finish_reason is not None
+            self._close(FINISHES[text.finish_reason], text.stop_reason)
+
+    def cancel(self) -> None:
+        """End it from this side, with the text that was still held back."""
+        if self.finish is None:
+            text = self._text.push((), finish="abort")
+            if text.text:
+                self.parts.append(text.text)
+            self._close("cancelled", None)
+
+    def _take(self, delta: Delta, text: TextDelta) -> None:
+        """The tokens that belong to the output: a stop id only if the caller wants to see it, an EOS token always."""
+        kept = text.num_tokens_kept if text.finished else len(delta.tokens)
+        self.num_generated += kept
+        if isinstance(text.stop_reason, int) and not self.collector.params.include_stop_str_in_output:
+            kept -= 1
+        self.token_ids += delta.tokens[:kept]
+        self.logprobs += delta.logprobs[:kept]
+        self.cumulative_logprob += sum(entry.values[0] for entry in delta.logprobs[:kept])
         if delta.logits is not None:
             self.logits.append(delta.logits)
-        for at, token in enumerate(shown):
-            if delta.logprobs:
-                self._add_logprobs(delta.logprobs[at])
-            self.add_token(token)
-            if self.finish is not None:
-                return
-        if delta.stop_token is not None:
-            self._add_stop_token(delta)
-        if delta.finish is not None:
-            self.end(FINISHES[delta.finish], stop_reason=collector.stop_reason(delta.stop_token))
 
-    def end(self, finish: Finish, *, stop_reason: int | str | None = None) -> None:
-        if self.finish is not None:
-            return
-        rest = self._pieces.finish()
-        if rest:
-            self.parts.append(rest)
-        if self._pieces.stopped is not None and finish != "stop":
-            finish, stop_reason = "stop", self._pieces.stopped
+    def _close(self, finish: Finish, stop_reason: int | str | None) -> None:
         self.finish, self.stop_reason = finish, stop_reason
         self.collector.num_open -= 1
-
-    def _add_logprobs(self, entry: Logprobs) -> None:
-        self.logprobs.append(entry)
-        self.cumulative_logprob += entry.values[0]
-
-    def _add_stop_token(self, delta: Delta) -> None:
-        """An EOS token stays among the ids, a stop id only if the caller wants it; neither makes text of its own."""
-        assert delta.stop_token is not None
-        params = self.collector.params
-        self.num_generated += 1
-        if params.include_stop_str_in_output:
-            part = self._pieces.push(delta.stop_token)
-            if part:
-                self.parts.append(part)
-        elif delta.stop_token in (params.stop_token_ids or ()):
-            return
-        self.token_ids.append(delta.stop_token)
-        if delta.logprobs:
-            self._add_logprobs(delta.logprobs[-1])
 
 
 class BeamReceiver:
@@ -163,7 +148,7 @@ class BeamReceiver:
             choice.cumulative_logprob = beam.cumulative_logprob
         if delta.finish is not None:
             for choice in collector.choices[len(beams) :]:
-                choice.end(FINISHES[delta.finish])
+                choice.cancel()
 
 
 class Collector:
@@ -182,6 +167,9 @@ class Collector:
         first = requests[0]
         self.params = params
         self.owner = owner
+        self._tokenizer = tokenizer
+        self._streaming = streaming
+        self._eos_ids = frozenset(first.stop_ids) - frozenset(params.stop_token_ids or ())
         self.prompt = first.prompt
         self.receivers: list[Choice | BeamReceiver] = []
         self.drops_output = params.max_tokens == 0
@@ -193,8 +181,7 @@ class Collector:
         count = len(requests) if first.beam is None else first.beam.num_return
         for index in range(count):
             request_id = requests[index].id if first.beam is None else first.id
-            pieces = pieces_for(params, tokenizer, streaming=streaming)
-            self.choices.append(Choice(self, request_id, index, pieces))
+            self.choices.append(Choice(self, request_id, index))
         self.receivers = [*self.choices] if first.beam is None else [BeamReceiver(self, first.id)]
         self.num_open = count
 
@@ -223,11 +210,13 @@ class Collector:
 
     def cancel(self) -> None:
         for choice in self.choices:
-            choice.end("cancelled")
+            choice.cancel()
 
-    def stop_reason(self, stop_token: int | None) -> int | None:
-        """A stop id that the caller gave is a reason; an EOS token is not."""
-        return stop_token if stop_token in (self.params.stop_token_ids or ()) else None
+    def text_for(self, token_ids: list[int]) -> Text:
+        """The text of a new choice that fills `token_ids`."""
+        return text_for(
+            self.params, self._tokenizer, eos_ids=self._eos_ids, streaming=self._streaming, token_ids=token_ids
+        )
 
     def best(self) -> list[Choice]:
         """The choices to return, of a finished request: all, or the `n` likeliest of `best_of`, renumbered."""

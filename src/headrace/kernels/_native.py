@@ -28,7 +28,7 @@ __all__ = ["dtype_flag", "library", "num_threads", "processor_features"]
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
-BASE_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+BASE_FLAGS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 HIDDEN_FLAGS = ("-fvisibility=hidden", "-fopenmp")
 COMPILE_TIMEOUT_S = 120
 
@@ -99,24 +99,26 @@ def _build(sources: list[Path], flags: list[str], target: Path) -> None:
     log.info("compiling the CPU kernels (once on this machine)")
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [Path(scratch) / f"{path.stem}.o" for path in sources]
-        commands = [
-            [compiler, *flags, "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects, strict=True)
-        ]
-        running = [
-            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            for command in commands
-        ]
-        errors = [process.communicate(timeout=COMPILE_TIMEOUT_S)[1] for process in running]
-        for process, path, error in zip(running, sources, errors, strict=True):
-            if process.returncode != 0:
-                raise RuntimeError(f"{compiler} refused {path.name}: {_first_error(error)}")
+        _run([[compiler, *flags, "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects)])
         linked = Path(scratch) / target.name
         # Without -fopenmp here, the linker adds no OpenMP runtime of its own.
-        link = [compiler, "-shared", *map(str, objects), "-o", str(linked), "-lm"]
-        made = subprocess.run(link, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-        if made.returncode != 0:
-            raise RuntimeError(f"{compiler} could not link: {_first_error(made.stderr)}")
+        _run([[compiler, "-shared", *map(str, objects), "-o", str(linked), "-lm"]])
         os.replace(linked, target)
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Run commands side by side; the first that failed is an error."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=COMPILE_TIMEOUT_S)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, command, output in zip(running, commands, outputs):
+        if process.returncode != 0:
+            raise RuntimeError(f"{command[0]} failed: {_first_error(output)}")
 
 
 def _first_error(output: str) -> str:

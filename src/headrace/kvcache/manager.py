@@ -180,10 +180,10 @@ class KvCache:
         if num_computed < table.commit_at:
             return
         first, last = table.num_indexed, num_computed // self.tokens_per_block
-        assert num_computed <= min(len(tokens), table.capacity), (num_computed, len(tokens), table.capacity)
+        assert num_computed <= len(tokens) and num_computed <= table.capacity, (num_computed, table.capacity)
         index, node = self.index, table.cursor
-        for at, key in enumerate(index.keys(tokens, first, last), first):
-            node = index.descend(node, key)
+        for at in range(first, last):
+            node = index.descend(node, index.edge(tokens, at))
             for group, mine in enumerate(table.blocks):
                 block = mine[at]
                 if index.blocks[group][node] == NONE:

@@ -1,7 +1,7 @@
 """The radix index: which blocks hold the KV of which tokens, by namespace and prefix.
 
 A node stands for one full block of tokens after one exact prefix, and names at most one block per pool (one pool per
-layer group and tier). A node is an integer into flat arrays. An edge is the bytes of the block's token ids, so finding
+layer group and tier). A node is an index into flat lists. An edge is the bytes of the block's token ids, so finding
 a child compares or hashes each block of a prompt once and its prefix never.
 
 A node lives while it is used: by a block it names, by a child, or by a pin. A node without a block in some pool is a
@@ -10,8 +10,7 @@ hole there; its descendants can't be reached through that pool until somebody co
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple, TypeAlias
 
@@ -46,37 +45,33 @@ class RadixIndex:
     def __init__(self, tokens_per_block: int, *, num_pools: int) -> None:
         self.tokens_per_block = tokens_per_block
         self._pack = Struct(f"<{tokens_per_block}i").pack
-        self.parent = array("i")
-        self.child = array("i")
+        self.parent: list[int] = []
+        self.child: list[int] = []
         """The only child, or NONE, or MANY."""
         self.forks: dict[int, dict[bytes, int]] = {}
         self.key: list[bytes] = []
         """The edge from the parent; empty for a root."""
-        self.uses = array("i")
+        self.uses: list[int] = []
         """Named blocks + children + pins."""
-        self.blocks = tuple(array("i") for _ in range(num_pools))
+        self.blocks: tuple[list[int], ...] = tuple([] for _ in range(num_pools))
         """Per pool, by node: the block, or NONE."""
         self.roots: dict[Namespace, int] = {}
         self.spaces: dict[int, Namespace] = {}
         """The namespace of each root."""
-        self.spare = array("i")
+        self.spare: list[int] = []
 
     @property
     def num_nodes(self) -> int:
         """Roots included."""
         return len(self.key) - len(self.spare)
 
-    def keys(self, tokens: Tokens, first: int, last: int) -> Iterator[bytes]:
-        """The edges of blocks `first` .. `last` - 1 of a sequence, made as they are asked for."""
-        size = self.tokens_per_block
-        if isinstance(tokens, np.ndarray):
-            data = np.ascontiguousarray(tokens[first * size : last * size], dtype="<i4").tobytes()
-            for start in range(0, (last - first) * size * 4, size * 4):
-                yield data[start : start + size * 4]
-        else:
-            pack = self._pack
-            for start in range(first * size, last * size, size):
-                yield pack(*tokens[start : start + size])
+    def edge(self, tokens: Tokens, at: int) -> bytes:
+        """The key of block `at` of a sequence."""
+        start = at * self.tokens_per_block
+        part = tokens[start : start + self.tokens_per_block]
+        if isinstance(part, np.ndarray):
+            return part.astype("<i4").tobytes()
+        return self._pack(*part)
 
     def walk(self, space: Namespace, tokens: Tokens, max_blocks: int) -> list[int]:
         """The nodes of the longest known prefix of whole blocks, the first block's node first; holes included."""
@@ -85,13 +80,16 @@ class RadixIndex:
         if node == NONE:
             return path
         child, known, forks = self.child, self.key, self.forks
-        for key in self.keys(tokens, 0, max_blocks):
+        for at in range(max_blocks):
             below = child[node]
+            if below == NONE:
+                break
+            key = self.edge(tokens, at)
             if below == MANY:
                 node = forks[node].get(key, NONE)
                 if node == NONE:
                     break
-            elif below != NONE and known[below] == key:
+            elif known[below] == key:
                 node = below
             else:
                 break

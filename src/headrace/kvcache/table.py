@@ -13,7 +13,7 @@ class Table:
     __slots__ = ("blocks", "capacity", "commit_at", "cursor", "num_announced", "num_indexed", "num_reused")
 
     def __init__(self, num_groups: int, *, cursor: int, commit_at: int) -> None:
-        self.blocks: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        self.blocks: tuple[list[int], ...] = tuple([[] for _ in range(num_groups)])
         self.capacity = 0
         """Tokens that fit into the blocks."""
         self.cursor = cursor

@@ -61,6 +61,10 @@ class RankGroup:
             )
             self._processes.append(start_child("headrace.runtime.rank", msgspec.json.encode(order)))
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     # ---- the port ----------------------------------------------------------------------------
 
     def open(self) -> EngineFacts:

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
-
-class Processor(Protocol):
-    def __call__(
-        self, req_id: int, logits: Tensor, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None
-    ) -> Any: ...
-
+Processor = Callable[[int, Tensor, list[list[int]], int | None, int | None], Any]
+"""(req_id, logits, token_ids, stream_ptr, client_id), all by position."""
 
 _lock = threading.Lock()
 _keys = itertools.count(1)  # 0 means none

@@ -22,6 +22,8 @@ class WaitingQueue:
         self._items: list[Waiting] = []
         self._held: dict[int, Waiting] = {}
         self._ids: dict[int, Waiting] = {}
+        self._timed: dict[int, Waiting] = {}
+        """Those with a deadline of their own or of a hold: what a sweep has to look at."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -42,6 +44,8 @@ class WaitingQueue:
 
     def push(self, waiting: Waiting) -> None:
         self._ids[waiting.request.id] = waiting
+        if waiting.holds or waiting.request.timeout_s is not None:
+            self._timed[waiting.request.id] = waiting
         if waiting.holds:
             self._held[waiting.request.id] = waiting
             return
@@ -58,6 +62,7 @@ class WaitingQueue:
         waiting = self._ids.pop(request_id, None)
         if waiting is None:
             return None
+        self._timed.pop(request_id, None)
         if self._held.pop(request_id, None) is None:
             index = bisect.bisect_left(self._keys, self._key(waiting))
             del self._keys[index], self._items[index]
@@ -72,6 +77,7 @@ class WaitingQueue:
             del self._keys[:count], self._items[:count]
             for waiting in taken:
                 del self._ids[waiting.request.id]
+                self._timed.pop(waiting.request.id, None)
             return
         for waiting in taken:
             self.remove(waiting.request.id)
@@ -89,7 +95,7 @@ class WaitingQueue:
     def overdue(self, now_s: float) -> list[tuple[Waiting, str]]:
         """Requests whose own deadline or a hold's has passed: (request, "" or the hold's kind)."""
         late: list[tuple[Waiting, str]] = []
-        for waiting in self._ids.values():
+        for waiting in self._timed.values():
             if waiting.deadline_s <= now_s:
                 late.append((waiting, ""))
                 continue

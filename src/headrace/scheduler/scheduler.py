@@ -79,6 +79,8 @@ class Scheduler:
         self.queue = WaitingQueue(by_priority=settings.queue_by_priority)
         self.counts = StepCounts()
         self._active: dict[int, tuple[Active, SectionScheduler]] = {}
+        self._deadlines: dict[int, float] = {}
+        """Of active requests that have one."""
         self._in_flight: deque[InFlight] = deque()
         self._deltas: list[Delta] = []
         self._step = 0
@@ -154,6 +156,7 @@ class Scheduler:
     def _forget(self, active: Active) -> None:
         assert active.finish is not None
         del self._active[active.request.id]
+        self._deadlines.pop(active.request.id, None)
         self._log_end(active.request, active.finish, len(active.tokens), "")
 
     @staticmethod
@@ -188,13 +191,7 @@ class Scheduler:
         for waiting, kind in self.queue.overdue(now_s):
             self.queue.remove(waiting.request.id)
             self._end_waiting(waiting, "timeout", f"waited too long for its {kind}" if kind else "")
-        late = [
-            request_id
-            for request_id, (active, _) in self._active.items()
-            if active.request.timeout_s is not None
-            and active.request.arrival_s + active.request.timeout_s <= now_s
-        ]
-        for request_id in late:
+        for request_id in [key for key, deadline_s in self._deadlines.items() if deadline_s <= now_s]:
             self.abort(request_id, "timeout")
 
     # ---- plan --------------------------------------------------------------------------------
@@ -235,6 +232,7 @@ class Scheduler:
     def _requeue_preempted(self, section: SectionScheduler) -> None:
         for active in section.take_preempted():
             del self._active[active.request.id]
+            self._deadlines.pop(active.request.id, None)
             self._planning.num_preempted += 1
             self.queue.push(
                 Waiting(
@@ -254,6 +252,8 @@ class Scheduler:
         ]
         if not open_sections or not self.queue.num_ready or self._holds_back(now_s):
             return
+        for index in open_sections:
+            self.sections[index].open_admission()
         left = [budget - self.sections[index].context_left for index, budget in enumerate(budgets)]
         first_blocks = self._first_blocks_under_way()
         taken: list[Waiting] = []
@@ -270,6 +270,8 @@ class Scheduler:
                 continue
             active = self.sections[index].admit(waiting, now_s)
             self._active[waiting.request.id] = (active, self.sections[index])
+            if waiting.request.timeout_s is not None:
+                self._deadlines[waiting.request.id] = waiting.deadline_s
             left[index] -= active.context_left
             taken.append(waiting)
             if key is not None:

@@ -56,6 +56,7 @@ class SectionScheduler:
         self.beams: dict[int, Beams] = {}
         """By the slot of the request that was admitted."""
         self._num_sections = num_sections
+        self._promised = 0
         self.num_active = 0
         """Requests that go on, beams counted; draining ones hold a slot but are not counted."""
         self._preempting: list[Active] = []
@@ -91,13 +92,17 @@ class SectionScheduler:
             waiting,
             limit=self.limit_of(waiting.request),
             width=width,
-            promised_blocks=self.promised_blocks(),
+            promised_blocks=self._promised,
             reuse=self.may_reuse(waiting),
         )
 
     def may_reuse(self, waiting: Waiting) -> bool:
         """Log-probabilities of the prompt need every position computed."""
         return self.settings.reuse and waiting.request.sampling.prompt_logprobs < 0
+
+    def open_admission(self) -> None:
+        """Count once a step what active requests may still take; `admit` adds to it."""
+        self._promised = self.promised_blocks()
 
     def admit(self, waiting: Waiting, now_s: float) -> Active:
         request = waiting.request
@@ -127,6 +132,9 @@ class SectionScheduler:
             self.slots.max_len[slot] = 0  # its blocks are promised by `Beams`, it never generates by itself
             self.beams[slot] = Beams(active, self)
             self.num_active += request.beam.width - 1
+            self._promised += self.beams[slot].promised_blocks()
+        elif not self.policy.may_preempt:
+            self._promised += self.kv.blocks_needed(active.limit) - cached // self.settings.tokens_per_block
         return active
 
     def _slot_init(self, active: Active, slot: int, min_len: int) -> SlotInit:

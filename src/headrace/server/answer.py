@@ -22,7 +22,8 @@ class Answer:
     kind: Literal["chat", "completion"]
     model: str
     n: int
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None only where nothing needs a token's name."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

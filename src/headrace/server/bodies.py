@@ -41,8 +41,6 @@ class GenerationBody(BaseModel):
         "thinking_token_budget": (),
         "return_context_logits": (False,),
         "top_p_min": (0, 0.0),
-        "detokenize": (True,),
-        "spaces_between_special_tokens": (True, False),
     }
     """Fields of later work, with the values that mean the same as leaving them out."""
 
@@ -73,6 +71,8 @@ class GenerationBody(BaseModel):
     early_stopping: bool | int | str | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: float | None = None

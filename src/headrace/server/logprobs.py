@@ -18,16 +18,17 @@ def floored(value: float) -> float:
     return value if value > FLOOR else FLOOR  # NaN compares false and becomes the floor too
 
 
-def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+def token_name(tokenizer: Tokenizer | None, token_id: int) -> str:
     """The token's own text; a piece of a character is written as `bytes:` and its hexadecimal bytes."""
-    data = tokenizer.token_bytes(token_id)
+    assert tokenizer is not None
+    data = tokenizer.token_bytes(token_id) or b""
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], count: int) -> list[dict[str, Any]]:
+def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[Logprobs], count: int) -> list[dict[str, Any]]:
     """The `content` list: each position's chosen token with the `count` likeliest."""
     content: list[dict[str, Any]] = []
     for entry in entries:
@@ -41,16 +42,16 @@ def ranked(entry: Logprobs) -> list[int]:
     return sorted(range(len(entry.ids)), key=lambda at: entry.ranks[at])
 
 
-def _named(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, Any]:
+def _named(tokenizer: Tokenizer | None, token_id: int, value: float) -> dict[str, Any]:
     return {
         "token": token_name(tokenizer, token_id),
         "logprob": floored(value),
-        "bytes": list(tokenizer.token_bytes(token_id)),
+        "bytes": list((tokenizer.token_bytes(token_id) if tokenizer else None) or b""),
     }
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[Logprobs | None], count: int, *, offset: int
+    tokenizer: Tokenizer | None, ids: Sequence[int], entries: Sequence[Logprobs | None], count: int, *, offset: int
 ) -> dict[str, Any]:
     """The four parallel lists. Different tokens of one name are told apart by a suffix ` (id N)`.
 
@@ -71,7 +72,7 @@ def completion_logprobs(
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops if count else None, "text_offset": offsets}
 
 
-def _top(tokenizer: Tokenizer, entry: Logprobs, count: int) -> dict[str, float]:
+def _top(tokenizer: Tokenizer | None, entry: Logprobs, count: int) -> dict[str, float]:
     """The `count` likeliest and the chosen token."""
     kept = sorted({*ranked(entry)[:count], 0}, key=lambda at: entry.ranks[at])
     found: dict[str, float] = {}
@@ -83,7 +84,7 @@ def _top(tokenizer: Tokenizer, entry: Logprobs, count: int) -> dict[str, float]:
     return found
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokenizer: Tokenizer | None, entries: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
     """By token id, one entry for each prompt token; the first has none."""
     return [
         None

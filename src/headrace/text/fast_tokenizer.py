@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 
 from headrace.text.byte_level import bytes_of_token
 from headrace.text.tokenizer import DecodeRule, encode_utf8
 
-__all__ = ["FastTokenizer"]
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+__all__ = ["FastTokenizer", "add_tokens"]
 
 
 class FastTokenizer:
     """A `Tokenizer` over a `tokenizers.Tokenizer`, which it owns.
 
-    `add_bos` and `add_eos` say what `add_special_tokens` adds; with both None the backend's own post-processor does it.
+    `vocab_size` is one more than the highest id; counted if not given. `add_bos` and `add_eos` say what
+    `add_special_tokens` adds; with both None the backend's own post-processor does it.
     """
 
     is_fast = True
@@ -33,10 +30,13 @@ class FastTokenizer:
         special_tokens: Mapping[str, str],
         add_bos: bool | None = None,
         add_eos: bool | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        # Not the count of tokens: ids may have holes.
+        self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
         self.special_tokens: Mapping[str, str] = dict(special_tokens)
         self.bos_id = self._id_of("bos_token")
         eos_id = self._id_of("eos_token")
@@ -47,13 +47,6 @@ class FastTokenizer:
         self._leads_with = [self.bos_id] if add_bos and self.bos_id is not None else []
         self._ends_with = [eos_id] if add_eos and eos_id is not None else []
         self._uses_post_processor = add_bos is None and add_eos is None
-
-    @cached_property
-    def vocab_size(self) -> int:
-        num_tokens = self.backend.get_vocab_size()
-        if self.backend.id_to_token(num_tokens - 1) is not None and not self.special_ids - set(range(num_tokens)):
-            return num_tokens
-        return max(self.backend.get_vocab().values(), default=-1) + 1  # ids with holes
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         add_by_backend = add_special_tokens and self._uses_post_processor
@@ -85,17 +78,19 @@ class FastTokenizer:
             return token.encode("utf-8")
         if rule.kind == "bytes":
             return bytes_of_token(token)
-        if rule.has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(match[1])
         if rule.drop_in_first:
-            token = token.replace(rule.drop_in_first, " ")
-        for old, new in rule.replacements:
-            token = token.replace(old, new)
-        return token.encode("utf-8")
+            token = token.replace(rule.drop_in_first, " ")  # as any token but the first
+        piece = rule.piece(token)
+        return piece if isinstance(piece, bytes) else piece.encode("utf-8")
 
     def _id_of(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
         return None if token is None else self.backend.token_to_id(token)
+
+
+def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str | tokenizers.AddedToken]) -> None:
+    """Registers tokens to be matched whole in text; `AddedToken.special` says of which kind."""
+    cast("Any", backend).add_tokens(list(tokens))
 
 
 def decode_rule(backend: tokenizers.Tokenizer) -> DecodeRule | None:

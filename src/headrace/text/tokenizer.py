@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -13,6 +14,8 @@ from headrace.hub.errors import ModelError
 __all__ = ["ByteTokenizer", "DecodeRule", "Tokenizer", "check_vocabulary", "encode_prompt"]
 
 logger = logging.getLogger(__name__)
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,14 @@ class DecodeRule:
     strip_left: str = ""
     """Taken off the start of the text, at most `num_strip_left` times."""
     num_strip_left: int = 0
+
+    def piece(self, token: str) -> str | bytes:
+        """A token's text, or its byte if it is a byte token. For `pieces` only."""
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return token
 
 
 class Tokenizer(Protocol):
@@ -135,9 +146,7 @@ def encode_utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the text has a lone surrogate at character {error.start}: send valid Unicode text"
-        ) from None
+        raise ValueError(f"the text has a lone surrogate at character {error.start}: send valid Unicode text") from None
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

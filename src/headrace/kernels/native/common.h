@@ -14,6 +14,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -112,11 +115,11 @@ INLINE void *offset_by(const void *base, int64_t elements, int is_half) {
 }
 
 /* exp with a relative error under 2e-7: 2^n times the Taylor sum to degree 7 on |r| <= ln 2 / 2.
- * exp(0) is exactly 1 and everything below -87 exactly 0. */
+ * exp(0) is exactly 1, below -87 it is exactly 0, above 88 infinite. */
 INLINE vfloat vexp(vfloat x) {
     const float shifter = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    vint tiny = x < vset(-87.0f);
-    vfloat bounded = vselect(x > vset(88.0f), vset(88.0f), vselect(tiny, vset(-87.0f), x));
+    vint tiny = x < vset(-87.0f), huge = x > vset(88.0f);
+    vfloat bounded = vselect(tiny | huge, vset(0.0f), x);
     vfloat n = vfma(bounded, vset(1.44269504f), vset(shifter)) - shifter;
     vfloat r = vfma(n, vset(-0.693359375f), bounded); /* ln 2 in two parts, the first short enough to be exact */
     r = vfma(n, vset(2.12194440e-4f), r);
@@ -129,7 +132,7 @@ INLINE vfloat vexp(vfloat x) {
     y = vfma(y, r, vset(1.0f));
     y = vfma(y, r, vset(1.0f));
     vint power = (__builtin_convertvector(n, vint) + 127) << 23;
-    return vselect(tiny, vset(0.0f), y * (vfloat)power);
+    return vselect(tiny, vset(0.0f), vselect(huge, vset(INFINITY), y * (vfloat)power));
 }
 INLINE float exp_one(float x) { return vexp(vset(x))[0]; }
 
@@ -147,8 +150,26 @@ INLINE vfloat vtanh(vfloat x) {
     return vselect(size < vset(0.25f), near, vselect(negative, -far, far));
 }
 
-/* Runs body(context, unit, thread) for each unit once; threads take units in turn, whoever is free. */
+/* Runs body(context, unit, thread) for each unit once, on the pool of the OpenMP runtime that torch has loaded: threads
+ * take units in turn, whoever is free. Of OpenMP only a bare parallel region is used, which every runtime's GNU
+ * interface has had for ten years. */
 typedef void (*unit_body)(void *context, int64_t unit, int thread);
-void run_units(int64_t num_units, int num_threads, unit_body body, void *context);
+
+static inline void run_units(int64_t num_units, int num_threads, unit_body body, void *context) {
+    if (num_threads > num_units) num_threads = (int)num_units;
+#if defined(_OPENMP)
+    if (num_threads > 1) {
+        int64_t next = 0;
+#pragma omp parallel num_threads(num_threads)
+        for (int thread = omp_get_thread_num();;) {
+            int64_t unit = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+            if (unit >= num_units) break;
+            body(context, unit, thread);
+        }
+        return;
+    }
+#endif
+    for (int64_t unit = 0; unit < num_units; unit++) body(context, unit, 0);
+}
 
 #endif

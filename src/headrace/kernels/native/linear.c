@@ -264,6 +264,7 @@ static void *copy_inputs(const void *x, int64_t num_rows, int64_t in, int64_t st
 EXPORT int64_t hr_linear(const void *x, const void *packed, const float *bias, void *out, int64_t num_rows, int64_t in,
                          int64_t out_features, int64_t x_stride, int64_t is_half, int64_t packed_is_half,
                          int64_t out_is_half, int64_t threads) {
+    if (num_rows == 0) return 0;
     struct product p = {.x = x, .weight = packed, .bias = bias, .out = out, .num_rows = num_rows, .in = in,
                         .padded_in = padded_inputs(in), .out_features = out_features, .x_stride = x_stride,
                         .out_stride = out_features, .mode = packed_is_half ? HALF : WIDE,

@@ -1,0 +1,63 @@
+"""The text half of a model: tokenizer, chat template, ends of sequence, sampling defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from headrace import wire
+from headrace.config.llm_args import LlmArgs
+from headrace.front.builder import RequestBuilder
+from headrace.hub.config import eos_token_ids, read_generation_config
+from headrace.hub.source import ModelSource
+from headrace.text.load import load_tokenizer
+from headrace.text.slow_tokenizer import SlowTokenizer
+from headrace.text.tokenizer import Tokenizer
+
+__all__ = ["TextSide", "as_tokenizer", "load_text_side"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSide:
+    """Loaded while the engine loads; `builder` needs what only the open engine knows."""
+
+    source: ModelSource
+    tokenizer: Tokenizer | None
+    generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_input_len: int | None = None
+
+    def builder(self, info: wire.ModelInfo) -> RequestBuilder:
+        """Raises ModelError when the model's files name an EOS token that it hasn't."""
+        return RequestBuilder(
+            info,
+            self.tokenizer,
+            eos_ids=eos_token_ids(self.source, self.tokenizer, vocab_size=info.vocab_size),
+            generation_config=self.generation_config,
+            max_input_len=self.max_input_len,
+        )
+
+
+def load_text_side(args: LlmArgs, source: ModelSource) -> TextSide:
+    """Raises ModelError when the tokenizer can't be loaded."""
+    defaults = read_generation_config(source) if args.generation_config == "auto" else {}
+    limit = args.max_input_len
+    return TextSide(
+        source=source,
+        tokenizer=_load_tokenizer(args, source),
+        generation_config=defaults,
+        max_input_len=limit if isinstance(limit, int) else None,
+    )
+
+
+def as_tokenizer(given: Any) -> Tokenizer:
+    """A caller's tokenizer object: one of ours as it is, one of transformers behind an adapter."""
+    return cast("Tokenizer", given) if hasattr(given, "decode_rule") else SlowTokenizer(given)
+
+
+def _load_tokenizer(args: LlmArgs, source: ModelSource) -> Tokenizer | None:
+    if args.skip_tokenizer_init:
+        return None
+    if args.tokenizer is not None and not isinstance(args.tokenizer, str):
+        return as_tokenizer(args.tokenizer)
+    return load_tokenizer(source if args.tokenizer is None else args.tokenizer, mode=args.tokenizer_mode)

@@ -1,0 +1,157 @@
+"""The HTTP routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive
+
+from headrace.front.errors import RequestError
+from headrace.log import get
+from headrace.server.auth import ApiKeys
+from headrace.server.errors import as_request_error, error_body, error_response, model_not_found
+from headrace.server.event_stream import EventStream
+from headrace.server.prepare import Kitchen, Prepared
+from headrace.server.service import Service
+
+__all__ = ["make_app"]
+
+log = get("server")
+
+Prepare = Callable[[Kitchen, bytes], Prepared]
+
+MAX_WARNING_LENGTH = 1000
+GONE = Response(status_code=499)
+"""For nobody: the client has left."""
+
+
+def make_app(service: Service, *, version: str) -> FastAPI:
+    """An ASGI application over `service`."""
+    app = FastAPI(title="Headrace", version=version, openapi_url=None, docs_url=None, redoc_url=None)
+    routes = Routes(service, version)
+    app.add_route("/health", routes.health, ["GET"])
+    app.add_route("/health/ready", routes.ready, ["GET"])
+    app.add_route("/version", routes.version, ["GET"])
+    app.add_route("/v1/models", routes.models, ["GET"])
+    app.add_route("/v1/models/{name:path}", routes.one_model, ["GET"])
+    app.add_route("/v1/chat/completions", routes.chat, ["POST"])
+    app.add_route("/v1/completions", routes.completions, ["POST"])
+    app.add_exception_handler(HTTPException, _http_error)
+    if service.options.api_keys:
+        app.add_middleware(ApiKeys, keys=service.options.api_keys)
+    return app
+
+
+class Routes:
+    """The handlers. None of them waits for the tokenizer, or computes, on the event loop."""
+
+    def __init__(self, service: Service, version: str) -> None:
+        self._service = service
+        self._version = version
+        self._created = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        """200 while the process is up, whatever the engine does."""
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        """200 when requests are answered; 503 while loading, draining or without an engine."""
+        state = self._service.state
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._version})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        served = self._service.options.model_name
+        return JSONResponse(self._card()) if name == served else error_response(model_not_found(name, served))
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, Kitchen.chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, Kitchen.completion)
+
+    def _card(self) -> dict[str, Any]:
+        name = self._service.options.model_name
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "headrace"}
+
+    async def _generate(self, request: Request, prepare: Prepare) -> Response:
+        try:
+            kitchen = self._service.kitchen()
+            data = await request.body()
+            async with departure(request.receive) as gone:
+                return await self._answer(kitchen, data, prepare, gone)
+        except ClientDisconnect:
+            return GONE
+        except Exception as error:
+            refusal = as_request_error(error)
+            self._service.counters.rejected += 1
+            if refusal.status == 500:
+                log.exception("a request failed")
+            return error_response(refusal)
+
+    async def _answer(self, kitchen: Kitchen, data: bytes, prepare: Prepare, gone: asyncio.Task[None]) -> Response:
+        service = self._service
+        work = asyncio.get_running_loop().run_in_executor(service.workers, prepare, kitchen, data)
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            return GONE
+        prepared = work.result()
+        job = service.submit(prepared)
+        gone.add_done_callback(lambda _: service.abort(job))
+        body, last = await job.feed.next()
+        if job.feed.error is not None:
+            return error_response(job.feed.error)
+        headers = {"x-request-id": prepared.answer.id, **self._warnings(prepared.unknown)}
+        if not prepared.answer.stream:
+            return Response(body, 200, headers, "application/json")
+        return EventStream(job.feed, body, last=last, headers=headers)
+
+    def _warnings(self, unknown: list[str]) -> dict[str, str]:
+        """Unknown fields: a log line for each name once, and a header each time."""
+        if not unknown:
+            return {}
+        warned = self._service.counters.warned
+        for name in unknown:
+            if name not in warned and len(warned) < MAX_WARNING_LENGTH:
+                warned.add(name)
+                log.warning("a request has the unknown field %r, which has no effect", name[:100])
+        names = ", ".join(ascii(name)[1:-1] for name in unknown)
+        return {"x-headrace-warnings": f"unknown fields: {names}"[:MAX_WARNING_LENGTH]}
+
+
+@contextlib.asynccontextmanager
+async def departure(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that ends when the client leaves."""
+
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.create_task(wait())
+    try:
+        yield task
+    finally:
+        task.cancel()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, as clients of this API expect errors."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    body = error_body(RequestError(str(error.detail), code=code, status=error.status_code))
+    return JSONResponse(body, error.status_code, dict(error.headers or {}))

@@ -1,0 +1,127 @@
+"""One HTTP request while it runs: its prompts' collectors, its writer and its feed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headrace.front.collector import Choice, Collector
+from headrace.front.errors import RequestError
+from headrace.log import get
+from headrace.server.answer import Answer, Route
+from headrace.server.chat_route import ChatRoute
+from headrace.server.completion_route import CompletionRoute
+from headrace.server.errors import error_event
+from headrace.server.feed import Feed
+
+__all__ = ["Job", "Written"]
+
+log = get("server")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Written(NamedTuple):
+    """What a job has to say after something came."""
+
+    data: bytes
+    last: bool
+    error: RequestError | None = None
+    """Instead of an answer, when nothing of one was written."""
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """How far a choice has been written to the stream."""
+
+    parts: int = 0
+    tokens: int = 0
+    opened: bool = False
+    closed: bool = False
+
+
+class Job:
+    """`feed` belongs to the event loop, everything else to the thread that dispatches outputs."""
+
+    def __init__(self, answer: Answer, feed: Feed) -> None:
+        self.answer = answer
+        self.feed = feed
+        self.collectors: list[Collector] = []
+        self.ended = False
+        """The last piece has been written, well or not."""
+        self._route: Route = ChatRoute(answer) if answer.kind == "chat" else CompletionRoute(answer)
+        self._cursors: dict[int, list[_Cursor]] = {}
+        self._begun = False
+
+    def add(self, collector: Collector) -> None:
+        collector.owner = self
+        self._cursors[id(collector)] = [_Cursor() for _ in collector.choices]
+        self.collectors.append(collector)
+
+    def write(self, collector: Collector) -> Written:
+        """Bytes for what `collector` just got. A fault here is this request's alone."""
+        if self.ended:
+            return Written(b"", True)
+        try:
+            written = self._failure(collector)
+            if written is None:
+                written = self._stream(collector) if self.answer.stream else self._whole()
+        except Exception:
+            log.exception("request %s could not be written", self.answer.id)
+            written = self.fail("internal error", status=500)
+        self.ended = written.last
+        return written
+
+    def fail(self, message: str, *, status: int = 500, code: str | None = None) -> Written:
+        """End with an error: as the last event of a stream that has begun, else as the whole answer."""
+        self.ended = True
+        if self._begun:
+            log.error("request %s failed while it streamed: %s", self.answer.id, message)
+            return Written(error_event(message, code=code, status=status), True)
+        log.error("request %s failed: %s", self.answer.id, message)
+        return Written(b"", True, RequestError(message, code=code, status=status))
+
+    def _failure(self, collector: Collector) -> Written | None:
+        """An error of one prompt is the whole request's; one that timed out without a token is an error too."""
+        if collector.error:
+            return self.fail(collector.error, code="request_failed")
+        if collector.is_done and not self._begun and all(_is_late(choice) for choice in collector.choices):
+            return self.fail("the request timed out before it produced a token", status=504, code="timeout")
+        return None
+
+    def _whole(self) -> Written:
+        if not all(collector.is_done for collector in self.collectors):
+            return Written(b"", False)
+        return Written(self._route.response(self.collectors), True)
+
+    def _stream(self, collector: Collector) -> Written:
+        prompt = self.collectors.index(collector) if len(self.collectors) > 1 else 0
+        pieces: list[bytes] = []
+        for choice, cursor in zip(collector.choices, self._cursors[id(collector)]):
+            if not cursor.closed:
+                self._write_choice(choice, prompt, cursor, pieces)
+        if not all(other.is_done for other in self.collectors):
+            data = b"".join(pieces)
+            self._begun = self._begun or bool(data)
+            return Written(data, False)
+        if self.answer.include_usage:
+            pieces.append(self._route.usage(self.answer.total_usage(self.collectors)))
+        pieces.append(DONE)
+        return Written(b"".join(pieces), True)
+
+    def _write_choice(self, choice: Choice, prompt: int, cursor: _Cursor, pieces: list[bytes]) -> None:
+        num_new = len(choice.token_ids) - cursor.tokens
+        if choice.finish is None and num_new < (self.answer.stream_interval if cursor.tokens else 1):
+            return
+        if not cursor.opened:
+            pieces.append(self._route.opening(choice, prompt))
+            cursor.opened = True
+        pieces.append(self._route.piece(choice, prompt, parts_from=cursor.parts, tokens_from=cursor.tokens))
+        cursor.parts, cursor.tokens = len(choice.parts), len(choice.token_ids)
+        if choice.finish is not None:
+            pieces.append(self._route.end(choice, prompt))
+            cursor.closed = True
+
+
+def _is_late(choice: Choice) -> bool:
+    return choice.finish == "timeout" and choice.num_generated == 0

@@ -1,0 +1,53 @@
+"""The server's end of the socket to the runtime."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from headrace import wire
+
+__all__ = ["RuntimeLink"]
+
+
+class RuntimeLink:
+    """A DEALER socket on the event loop. Frames are handed on undecoded, in order."""
+
+    def __init__(self, address: str, on_frame: Callable[[bytes], None], *, front: int = 1) -> None:
+        self.front = front
+        self._address = address
+        self._on_frame = on_frame
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 100
+        self._socket.set_hwm(0)
+        self._outbox: asyncio.Queue[wire.Up] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Connect; the runtime need not be there yet."""
+        self._socket.connect(self._address)
+        self.send(wire.Hello(front=self.front))
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+
+    def send(self, message: wire.Up) -> None:
+        """From the event loop's thread; order is kept."""
+        self._outbox.put_nowait(message)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+
+    async def _receive(self) -> None:
+        while True:
+            self._on_frame(await self._socket.recv())
+
+    async def _send(self) -> None:
+        while True:
+            await self._socket.send(wire.encode(await self._outbox.get()))

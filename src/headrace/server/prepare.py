@@ -1,0 +1,189 @@
+"""From the bytes of a body to requests for the runtime. Runs on a worker thread: nothing here touches the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from headrace.front.builder import RequestBuilder, RequestOptions
+from headrace.front.collector import Collector
+from headrace.front.errors import RequestError
+from headrace.params import SamplingParams
+from headrace.server.answer import Answer
+from headrace.server.bodies import ChatBody, CompletionBody, GenerationBody, parse_body
+from headrace.server.errors import model_not_found
+from headrace.server.messages import plain_messages
+from headrace.server.params import chat_params, completion_params
+from headrace.text.chat import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+from headrace.types import Request
+
+__all__ = ["Kitchen", "Prepared"]
+
+COMPLETION_MAX_TOKENS = 16
+"""Of /v1/completions without max_tokens; a chat may go on to the end of the context."""
+HTTP_UNSET = {"temperature": 1.0, "top_p": 1.0}
+"""What the API's defaults are, where neither the request nor the model's generation config says anything."""
+MAX_PROMPTS = 4096
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that has passed every check of this side."""
+
+    answer: Answer
+    collectors: list[Collector]
+    requests: list[Request]
+    unknown: list[str]
+    """Names of body fields that nobody knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kitchen:
+    """All that preparing needs; frozen once the model is there."""
+
+    model_name: str
+    tokenizer: Tokenizer | None
+    """None: ids in, ids out."""
+    template: ChatTemplate | None
+    builder: RequestBuilder
+    allocate: Callable[[int], Sequence[int]]
+    stream_interval: int = 1
+    timeout_s: float | None = None
+
+    def chat(self, data: bytes) -> Prepared:
+        """Raises RequestError or NotImplementedError, naming the field."""
+        body, unknown = parse_body(data, ChatBody)
+        assert isinstance(body, ChatBody)
+        answer = self._answer(body, "chat", logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        params = chat_params(body)
+        return self._prepared(answer, body, unknown, params, [self._chat_prompt(body)], default_max_tokens=None)
+
+    def completion(self, data: bytes) -> Prepared:
+        """Raises RequestError or NotImplementedError, naming the field."""
+        body, unknown = parse_body(data, CompletionBody)
+        assert isinstance(body, CompletionBody)
+        answer = self._answer(body, "completion", logprobs=body.logprobs)
+        params = completion_params(body)
+        prompts = prompts_of(body.prompt)
+        ids = [self.builder.encode(p, params) if isinstance(p, str) else p for p in prompts]
+        if body.echo:
+            answer.echo = [
+                p if isinstance(p, str) and params.truncate_prompt_tokens is None else self._shown(i, params)
+                for p, i in zip(prompts, ids)
+            ]
+        return self._prepared(answer, body, unknown, params, ids, default_max_tokens=COMPLETION_MAX_TOKENS)
+
+    def _shown(self, ids: list[int], params: SamplingParams) -> str:
+        if self.tokenizer is None:
+            raise RequestError("echo needs a tokenizer and this engine has none", param="echo")
+        return self.tokenizer.decode(
+            ids[-(params.truncate_prompt_tokens or 0) :], skip_special_tokens=params.skip_special_tokens
+        )
+
+    def _answer(self, body: GenerationBody, kind: Any, *, logprobs: int | None) -> Answer:
+        if body.model is not None and body.model != self.model_name:
+            raise model_not_found(body.model, self.model_name)
+        if self.tokenizer is None and (logprobs is not None or body.prompt_logprobs is not None):
+            raise RequestError("log-probabilities need a tokenizer and this engine has none", param="logprobs")
+        options = body.stream_options
+        return Answer(
+            kind=kind,
+            model=self.model_name,
+            n=body.n or 1,
+            tokenizer=self.tokenizer,
+            stream=bool(body.stream),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            return_token_ids=bool(body.return_token_ids) or self.tokenizer is None,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            stream_interval=self.stream_interval,
+        )
+
+    def _chat_prompt(self, body: ChatBody) -> list[int]:
+        if self.template is None or self.tokenizer is None:
+            raise RequestError(
+                "this model has no chat template: start the server with --chat_template, or use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        variables = dict(body.chat_template_kwargs or {})
+        if "chat_template" in variables:
+            raise RequestError("a request may not bring a chat template", param="chat_template_kwargs")
+        generate = body.add_generation_prompt
+        try:
+            text = self.template.render(
+                plain_messages(body.messages),
+                add_generation_prompt=True if generate is None else generate,
+                variables=variables,
+            )
+            # The template writes BOS itself, so the tokenizer must not.
+            return self.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        except RequestError:
+            raise
+        except ValueError as error:
+            raise RequestError(str(error), param="messages", code="chat_template_error") from None
+
+    def _prepared(
+        self,
+        answer: Answer,
+        body: GenerationBody,
+        unknown: list[str],
+        params: SamplingParams,
+        prompts: list[list[int]],
+        *,
+        default_max_tokens: int | None,
+    ) -> Prepared:
+        if body.cache_salt == "":
+            raise RequestError("cache_salt must not be empty: give a text, or leave it out", param="cache_salt")
+        if answer.stream and answer.prompt_logprobs:
+            raise RequestError("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
+        collectors: list[Collector] = []
+        together: list[Request] = []
+        for index, ids in enumerate(prompts):
+            options = RequestOptions(
+                priority=0.5 if body.priority is None else body.priority,
+                cache_salt=body.cache_salt or "",
+                timeout_s=self.timeout_s,
+                label=answer.id if len(prompts) == 1 else f"{answer.id}/{index}",
+                unset=HTTP_UNSET,
+                default_max_tokens=default_max_tokens,
+                param="messages" if answer.kind == "chat" else "prompt",
+            )
+            requests, resolved = self.builder.build(ids, params, allocate=self.allocate, options=options)
+            collectors.append(Collector(requests, resolved, tokenizer=self.tokenizer, streaming=answer.stream))
+            together += requests
+        return Prepared(answer, collectors, together, unknown)
+
+
+def prompts_of(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a completion body: text, a list of texts, ids, or a list of lists of ids.
+
+    Raises:
+        RequestError: anything else.
+    """
+    if prompt is None:
+        raise RequestError("prompt is required", param="prompt", code="missing_required_parameter")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list):
+        items = cast("list[Any]", prompt)
+        if not items:
+            raise RequestError("empty prompt: give text, or at least one token id", param="prompt")
+        if len(items) > MAX_PROMPTS and not _are_ids(items):
+            raise RequestError(f"prompt has {len(items)} prompts; at most {MAX_PROMPTS} are taken", param="prompt")
+        if all(isinstance(item, str) for item in items):
+            return items
+        if _are_ids(items):
+            return [items]
+        if all(isinstance(item, list) and _are_ids(item) for item in items):
+            return items
+    raise RequestError(
+        "prompt must be text, a list of texts, a list of token ids, or a list of lists of token ids", param="prompt"
+    )
+
+
+def _are_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)

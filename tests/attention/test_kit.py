@@ -1,0 +1,35 @@
+"""Every backend file keeps the contract of tests/kits/attention.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace import plugins
+from headrace.attention.port import AttentionBackend
+from tests.kits import attention as kit
+
+
+@pytest.fixture(params=plugins.names("attention"))
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return plugins.load("attention", request.param)()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_equals_dense_attention(backend: AttentionBackend, seed: int) -> None:
+    kit.check_reference(backend, kit.random_case(seed))
+
+
+def test_rows_of_the_dummy_block_disturb_nobody(backend: AttentionBackend) -> None:
+    kit.check_dropped_rows(backend)
+
+
+def test_blocks_out_of_the_window_are_not_read(backend: AttentionBackend) -> None:
+    kit.check_released_blocks(backend)
+
+
+def test_copied_blocks_hold_the_same(backend: AttentionBackend) -> None:
+    kit.check_copied_blocks(backend)
+
+
+def test_inputs_may_be_strided(backend: AttentionBackend) -> None:
+    kit.check_strided_inputs(backend)
