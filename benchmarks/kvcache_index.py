@@ -4,8 +4,8 @@
 
 H2: match and insert a prompt of 8,192 tokens (256 blocks) in a full index. H3: allocate and release blocks with an
 eviction on every allocation, large index against small. Decode rows: what a row costs that stays within its block, and
-one that crosses into the next. Times are medians of the CPU time of single calls, which neighbours on the
-machine disturb less; no device, no torch.
+one that crosses into the next. Times are medians of single calls, in CPU time, which other work on the machine disturbs
+least; no device, no torch.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import socket
 import time
 import weakref
@@ -19,7 +18,8 @@ from headrace.front.builder import RequestBuilder, RequestOptions
 from headrace.front.client import Client, Link
 from headrace.front.errors import RequestError, RequestFailed, RuntimeFailure
 from headrace.front.outputs import CompletionOutput, Logprob
-from headrace.front.prompts import PreprocessedInputs, PromptInputs, is_one_prompt, per_prompt, split
+from headrace.front.progress import wait_all
+from headrace.front.prompts import PreprocessedInputs, PromptInputs, is_one_prompt, per_prompt, refuse, split
 from headrace.front.request_output import RequestOutput
 from headrace.front.text_side import TextSide, as_tokenizer, load_text_side
 from headrace.hub.source import ModelSource, resolve_model
@@ -301,7 +301,9 @@ class LLM:
             processors=_register_processors(params),
         )
         try:
-            requests, resolved = self._builder.build(ids, params, allocate=self._client.router.allocate, options=options)
+            requests, resolved = self._builder.build(
+                ids, params, allocate=self._client.router.allocate, options=options
+            )
         except BaseException:
             _release_processors(options.processors)
             raise
@@ -346,31 +348,6 @@ def open_default_runtime(args: LlmArgs, source: ModelSource, on_message: Callabl
 
         return SocketLink(RuntimeProcess(args, source), on_message)
     return LocalRuntime(args, source, on_message)
-
-
-def wait_all(outputs: list[RequestOutput], *, show_progress: bool) -> None:
-    """Wait until every output is finished; an interrupt aborts them all."""
-    from tqdm import tqdm
-
-    finished: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-    for output in outputs:
-        output.when_done(finished.put)
-    try:
-        with tqdm(total=len(outputs), desc="generate", unit="req", disable=not show_progress, dynamic_ncols=True) as bar:
-            for _ in outputs:
-                finished.get().wait()
-                bar.update(1)
-    except BaseException:
-        for output in outputs:
-            output.abort()
-        raise
-
-
-def refuse(**later: Any) -> None:
-    """Raises NotImplementedError naming the first argument that was given."""
-    for name, value in later.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not built yet: leave it out")
 
 
 def _register_processors(params: SamplingParams) -> int:

@@ -124,7 +124,9 @@ def test_experts() -> None:
     assert refused(MoeConfig, load_balancer={"num_slots": 3, "initial_global_assignments": {0: [1]}}) == [path]
 
 
-@pytest.mark.parametrize(("text", "size"), [("512MB", 512_000_000), ("1GiB", 1 << 30), ("1.5k", 1500), (7, 7), ("7", 7)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("512MB", 512_000_000), ("1GiB", 1 << 30), ("1.5k", 1500), (7, 7), ("7", 7)]
+)
 def test_sizes_as_text(text: Any, size: int) -> None:
     assert MultimodalConfig(encoder_cache_max_bytes=text).encoder_cache_max_bytes == size
 

@@ -242,7 +242,11 @@ def test_placeholders_are_bad_values_not_unknown_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("short", "key"),
-    [("moe_tp", "moe_tensor_parallel_size"), ("moe_ep", "moe_expert_parallel_size"), ("attention_dp", "enable_attention_dp")],
+    [
+        ("moe_tp", "moe_tensor_parallel_size"),
+        ("moe_ep", "moe_expert_parallel_size"),
+        ("attention_dp", "enable_attention_dp"),
+    ],
 )
 def test_abbreviations_of_the_drawings_are_explained(short: str, key: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yml"

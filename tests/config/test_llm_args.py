@@ -68,7 +68,9 @@ def test_load_formats_in_every_spelling(value: Any) -> None:
 
 
 def test_a_load_format_that_does_not_exist() -> None:
-    assert problems(load_format="pickle") == {"load_format": "expected one of auto, dummy, vision_only, gms, got 'pickle'"}
+    assert problems(load_format="pickle") == {
+        "load_format": "expected one of auto, dummy, vision_only, gms, got 'pickle'"
+    }
     assert "load_format" in problems(load_format=4)
 
 
@@ -98,7 +100,9 @@ def test_values_that_can_not_be() -> None:
     assert "must be one of AUTO, TRTLLM" in problems(attn_backend="FLASH4")["attn_backend"]
     assert problems(backend="tensorrt") == {"backend": "expected pytorch, got 'tensorrt'"}
     assert problems(moe_expert_parallel_size=0).keys() == {"moe_expert_parallel_size"}
-    assert problems(sampler_type="TRTLLMSampler") == {"sampler_type": "'TRTLLMSampler' no longer exists: remove the key"}
+    assert problems(sampler_type="TRTLLMSampler") == {
+        "sampler_type": "'TRTLLMSampler' no longer exists: remove the key"
+    }
     assert problems(num_serve_frontends=65).keys() == {"num_serve_frontends"}
     assert problems(batch_wait_max_tokens_ratio=1.5).keys() == {"batch_wait_max_tokens_ratio"}
     assert problems(env_overrides={"A": "***"}).keys() == {"env_overrides"}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from headrace.attention.port import AttentionStep
@@ -58,6 +57,8 @@ TINY: dict[str, Any] = {
 
 def save_tiny(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -> Any:
     """Write a random float32 checkpoint; returns transformers' model of it."""
+    import transformers  # here, since it takes seconds and the ranks of a group don't need it
+
     declared = transformers.AutoConfig.for_model(model_type).to_dict()
     tiny = {key: value for key, value in TINY.items() if key in declared}
     config = transformers.AutoConfig.for_model(model_type, **{**tiny, **changes})
@@ -140,7 +141,12 @@ class Sequences:
     """Sequences over one runner. Blocks are dealt in random order, and never dealt twice."""
 
     def __init__(
-        self, model: Model, *, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS, dtype: torch.dtype = torch.float32
+        self,
+        model: Model,
+        *,
+        block_size: int = BLOCK_SIZE,
+        num_blocks: int = NUM_BLOCKS,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.block_size = block_size
         self.groups = group_layers(model.layers, dtype)
@@ -167,7 +173,10 @@ class Sequences:
     def _attention_step(self, chunks: Sequence[tuple[Row, Sequence[int]]]) -> AttentionStep:
         positions = [row.num_cached + i for row, ids in chunks for i in range(len(ids))]
         rows = [row for row, ids in chunks for _ in ids]
-        slots = [row.blocks[at // self.block_size] * self.block_size + at % self.block_size for row, at in zip(rows, positions)]
+        slots = [
+            row.blocks[at // self.block_size] * self.block_size + at % self.block_size
+            for row, at in zip(rows, positions)
+        ]
         starts = torch.tensor([0] + [len(ids) for _, ids in chunks]).cumsum(0)
         kv_lens = [row.num_cached + len(ids) for row, ids in chunks]
         tables = torch.zeros(len(chunks), max(len(row.blocks) for row, _ in chunks), dtype=torch.int32)

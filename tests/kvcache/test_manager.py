@@ -1,31 +1,10 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from headrace.kvcache.manager import KvCache, NoBlocks
+from headrace.kvcache.manager import KvCache
+from tests.kvcache.cases import B, make, prompt, serve
 from tests.kvcache.sim import block_keys, groups
-
-B = 4
-
-
-def make(num_blocks: int = 40, *, num_groups: int = 1, reuse: bool = True) -> KvCache:
-    return KvCache(groups(num_groups), tokens_per_block=B, num_blocks=(num_blocks,) * num_groups, reuse=reuse)
-
-
-def serve(kv: KvCache, owner: int, tokens: list[int], *, salt: str = "", end: bool = True) -> int:
-    """One prompt from admission to its last token; returns the tokens reused."""
-    num_reused = kv.admit(owner, tokens, salt=salt)
-    assert kv.extend(owner, len(tokens))
-    kv.commit(owner, tokens, len(tokens))
-    if end:
-        kv.release(owner)
-    kv.check()
-    return num_reused
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 1000, length).tolist()
 
 
 @pytest.mark.parametrize("length", [1, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 5 * B - 1, 5 * B, 5 * B + 1])
@@ -258,126 +237,6 @@ def test_take_new_blocks_reports_each_block_once():
     assert kv.extend(2, 3 * B) and kv.take_new_blocks(2) == ([], [])
     assert kv.extend(2, 3 * B + 1)
     assert kv.take_new_blocks(2) == tuple([(3, kv.table(2, group)[3])] for group in range(2))
-
-
-@pytest.mark.parametrize("num_tokens", [B, 2 * B - 1, 2 * B, 2 * B + 1])
-def test_fork_shares_full_blocks_and_copies_the_partial_one(num_tokens: int):
-    kv = make(num_groups=2)
-    tokens = prompt(num_tokens)
-    serve(kv, 1, tokens, end=False)
-    copies = kv.fork(1, 2, num_tokens)
-    full, rest = divmod(num_tokens, B)
-    assert [group for group, _, _ in copies] == ([0, 1] if rest else [])
-    for group, source, target in copies:
-        assert (source, target) == (kv.table(1, group)[full], kv.table(2, group)[full])
-        assert source != target
-    for group in range(2):
-        assert kv.table(2, group)[:full] == kv.table(1, group)[:full]
-    kv.check()
-    child = [*tokens, *prompt(2 * B, 5)]
-    assert kv.extend(2, len(child))
-    kv.commit(2, child, len(child))
-    kv.release(1)
-    kv.check()
-    kv.release(2)
-    kv.check()
-    assert kv.match([*child, 1]) == len(child) // B * B
-    assert kv.stats.num_leased == (0, 0)
-
-
-def test_fork_before_the_parent_has_committed():
-    kv = make()
-    tokens = prompt(3 * B)
-    kv.admit(1, tokens)
-    assert kv.extend(1, 3 * B)
-    assert kv.fork(1, 2, 3 * B) == []
-    kv.commit(2, tokens, 3 * B)
-    kv.commit(1, tokens, 3 * B)
-    kv.check()
-    kv.release(2)
-    kv.release(1)
-    kv.check()
-    assert kv.stats.num_cached == (3,)
-
-
-def test_fork_without_a_block_changes_nothing():
-    kv = make(3)
-    serve(kv, 1, prompt(B + 1), end=False)
-    before = kv.stats
-    with pytest.raises(NoBlocks, match="owner 1"):
-        kv.fork(1, 2, B + 1)
-    assert kv.stats == before and 2 not in kv.tables
-    assert kv.fork(1, 2, B) == []
-    kv.check()
-
-
-def test_extra_leases_hold_blocks_back():
-    kv = make(4)
-    serve(kv, 1, prompt(3 * B))
-    first, *_, last = kv.pools[0].eviction_order()
-    kv.lease(0, first)
-    kv.lease(0, first)
-    kv.admit(2, [1])
-    assert not kv.extend(2, 3 * B) and kv.extend(2, 2 * B)
-    kv.check()
-    kv.unlease(0, first)
-    assert kv.num_available() == 0
-    kv.unlease(0, first)
-    assert kv.num_available() == 1
-    kv.check()
-    for block in (first, last):
-        with pytest.raises(AssertionError, match="no extra lease"):
-            kv.unlease(0, block)
-
-
-def test_a_prefix_stays_more_recent_than_a_block_whose_transfer_ends_later():
-    kv = make()
-    tokens = prompt(3 * B)
-    serve(kv, 1, tokens, end=False)
-    last = kv.table(1)[2]
-    kv.lease(0, last)
-    kv.release(1)
-    kv.unlease(0, last)
-    assert block_keys(kv, 0) == [("", tuple(tokens[:end])) for end in (3 * B, 2 * B, B)]
-
-
-def test_failed_work_is_not_found_again():
-    kv = make()
-    stem, tail = prompt(2 * B), prompt(2 * B, 1)
-    serve(kv, 1, stem)
-    serve(kv, 2, stem + tail, end=False)
-    assert kv.admit(3, [*stem, *tail, 1, 2]) == 4 * B
-    kv.release(2, index=False)
-    kv.check()
-    assert kv.match([*stem, *tail, 1]) == 2 * B, "the stem wasn't computed by the owner that failed"
-    on_top = [*stem, *tail, *prompt(B, 2)]
-    assert kv.extend(3, len(on_top))
-    kv.commit(3, on_top, len(on_top))
-    kv.release(3)
-    kv.check()
-    assert kv.match([*on_top, 1]) == 2 * B
-    serve(kv, 4, stem + tail)
-    assert kv.match([*on_top, 1]) == 4 * B, "what stood on the failed blocks is gone, the new ones are found"
-
-
-def test_reset_forgets_everything_and_owners_go_on():
-    kv = make()
-    serve(kv, 1, prompt(3 * B, 1))
-    tokens = prompt(2 * B, 2)
-    serve(kv, 2, tokens, salt="s", end=False)
-    kv.reset()
-    kv.check()
-    assert kv.stats.num_cached == (0,) and kv.stats.num_leased == (2,)
-    assert kv.match([*tokens, 1], salt="s") == kv.match(prompt(3 * B, 1)) == 0
-    tokens += prompt(2 * B, 3)
-    assert kv.extend(2, len(tokens))
-    kv.commit(2, tokens, len(tokens))
-    kv.fork(2, 3, len(tokens))
-    kv.commit(3, tokens, len(tokens))
-    for owner in (2, 3):
-        kv.release(owner)
-        kv.check()
-    assert kv.stats.num_free == (39,) and kv.index.num_nodes == 0
 
 
 def test_statistics_count_tokens_and_blocks():

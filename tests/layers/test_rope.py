@@ -104,10 +104,10 @@ def test_partial_rotary_factor_beside_the_rope_keys() -> None:
     torch.testing.assert_close(sin, want_sin)
 
 
-def test_types_known_are_those_of_transformers() -> None:
+def test_types_have_an_oracle() -> None:
     from headrace.layers.rope import NEEDED_KEYS
 
-    assert set(NEEDED_KEYS) == {"default", *ROPE_INIT_FUNCTIONS}
+    assert set(NEEDED_KEYS) - {"default"} <= set(ROPE_INIT_FUNCTIONS)
 
 
 def test_by_layer_type() -> None:
@@ -147,7 +147,11 @@ def test_longrope_factors_follow_the_longest_sequence() -> None:
 
 def test_su_is_an_old_name_of_longrope() -> None:
     keys = {"type": "su", "short_factor": SHORT, "long_factor": LONG}
-    config = {"max_position_embeddings": 4 * ORIGINAL, "original_max_position_embeddings": ORIGINAL, "rope_scaling": keys}
+    config = {
+        "max_position_embeddings": 4 * ORIGINAL,
+        "original_max_position_embeddings": ORIGINAL,
+        "rope_scaling": keys,
+    }
     settings = rope_settings(config)
     assert (settings.kind, settings.original_positions) == ("longrope", ORIGINAL)
 

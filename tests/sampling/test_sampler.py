@@ -153,6 +153,14 @@ def test_min_tokens_boundary() -> None:
     assert [bool(result.done) for result in results] == [False, False, True]
 
 
+def test_a_stop_id_before_min_tokens_does_not_end() -> None:
+    """Every id is a stop id, so one comes though all are masked."""
+    seq = Sequence(Sampling(), prompt=[3], min_tokens=2, stop_ids=(0, 1, 2, 3))
+    sampler = new_sampler([seq], vocab=4)
+    done = [bool(step(sampler, [seq], torch.zeros(1, 4), [0]).done) for _ in range(3)]
+    assert done == [False, False, True]
+
+
 def test_without_known_eos_nothing_is_masked() -> None:
     for stop_ids in [(), (-1,), (99,)]:
         seq = Sequence(Sampling(), prompt=[1], min_tokens=5, stop_ids=stop_ids)

@@ -86,9 +86,8 @@ def shaped_logits(raw: list[float], seq: Sequence) -> list[float]:
     seen = set(seq.prompt[sampling.prompt_ignore_length :]) | set(seq.output)
     for token in range(len(x)):
         if token in seen:
-            x[token] = (
-                x[token] / sampling.repetition_penalty if x[token] > 0 else x[token] * sampling.repetition_penalty
-            )
+            penalty = sampling.repetition_penalty
+            x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
         if token in seq.output:
             x[token] -= sampling.frequency_penalty * seq.output.count(token) + sampling.presence_penalty
     if len(seq.output) < seq.min_tokens:

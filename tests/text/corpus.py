@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+OTHER_NUMERALS = "other numerals ½ ² Ⅷ ٣٤٥ १२ ３４ 一二"
+
 CORPUS = (
     "",
     " ",
@@ -13,10 +15,11 @@ CORPUS = (
     "tabs\t\tand\nnewlines\n\n\nand \r\n returns\r\n\r\n   \n  \n",
     "\n",
     "\n\n \n\t\n",
-    "numbers 0 1 12 123 1234 12345 3.14159 1,000,000 2024-11-29 0x1F ½ ² Ⅷ ٣٤٥",
+    "numbers 0 1 12 123 1234 12345 3.14159 1,000,000 2024-11-29 0x1F",
+    OTHER_NUMERALS,
     "I'm you're he's WE'LL they'd o'clock don't 'tis ''quoted''",
     "def f(x: int) -> str:\n    if x > 0:\n\t\treturn f'{x!r}'  # comment\n    return \"\"\n",
-    "#include <stdio.h>\nint main(void) { printf(\"%d\\n\", 1 << 3); return 0; }\n",
+    '#include <stdio.h>\nint main(void) { printf("%d\\n", 1 << 3); return 0; }\n',
     "<div class='a'><p>html &amp; <b>tags</b></p><table><tr><td></td></tr></table></div>",
     "Grüße, naïve café, Łódź, Příliš žluťoučký kůň úpěl ďábelské ódy",
     "e\u0301 composed é, \u1100\u1161\u11a8 jamo 각, \ufb01 ligature",

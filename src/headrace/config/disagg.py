@@ -141,9 +141,9 @@ class DisaggConfig(ConfigModel):
             own = values.get(group)
             if not isinstance(own, dict):
                 continue
-            merged, more = _spelled_out(cast("dict[str, Any]", own), group)
-            problems += more + _differences(shared, merged, group)
-            result[group] = {**shared, **merged}
+            spelled, unclear = _spelled_out(cast("dict[str, Any]", own), group)
+            result[group], differing = _merged(shared, spelled, group)
+            problems += unclear + differing
         if problems:
             raise ConfigError(problems)
         return result
@@ -212,9 +212,15 @@ def _spelled_out(values: dict[str, Any], prefix: str) -> tuple[dict[str, Any], l
     return result, problems
 
 
-def _differences(shared: dict[str, Any], own: dict[str, Any], group: str) -> list[Problem]:
-    return [
-        Problem(join(group, name), f"is {own[name]} here but {value} at the top level: keep one of them")
-        for name, value in shared.items()
-        if name in own and own[name] != value
-    ]
+def _merged(shared: dict[str, Any], own: dict[str, Any], path: str) -> tuple[dict[str, Any], list[Problem]]:
+    """Both sets of keys, mappings key by key, and a problem for each value that differs."""
+    result, problems = {**shared, **own}, list[Problem]()
+    for name in shared.keys() & own.keys():
+        above, here = shared[name], own[name]
+        if isinstance(above, dict) and isinstance(here, dict):
+            below = cast("dict[str, Any]", above), cast("dict[str, Any]", here)
+            result[name], found = _merged(*below, join(path, name))
+            problems += found
+        elif above != here:
+            problems.append(Problem(join(path, name), f"is {here} here but {above} at the top level: keep one of them"))
+    return result, problems

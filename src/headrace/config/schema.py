@@ -44,13 +44,15 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 def _schema_of(cls: type[ConfigModel]) -> dict[str, Any]:
     schema = cls.model_json_schema(by_alias=False)
-    schema.setdefault("$defs", {})
-    for part in (schema, *cast("dict[str, dict[str, Any]]", schema["$defs"]).values()):
+    definitions = cast("dict[str, dict[str, Any]]", schema.setdefault("$defs", {}))
+    for part in (schema, *definitions.values()):
         properties = cast("dict[str, dict[str, Any]]", part.get("properties", {}))
         for name in [name for name, entry in properties.items() if entry.get("python_only")]:
             del properties[name]
         for entry in properties.values():
             entry.pop("title", None)
+            if "$ref" in entry:  # pydantic leaves out a meaning that equals its class's
+                entry.setdefault("description", definitions[entry["$ref"].rsplit("/", 1)[-1]]["description"])
             if entry.get("status") == "deprecated":
                 entry["deprecated"] = True
     _accept_other_spellings(cls, schema)

@@ -167,7 +167,9 @@ def _entry(name: str, value: dict[str, Any], *, begin: int, file: io.FileIO, pat
     start, end = value["data_offsets"]
     entry = FileTensor(name, tuple(value["shape"]), DTYPES[value["dtype"]], begin + start, file, path)
     if end - start != _size_bytes(entry):
-        raise ValueError(f"{path}: tensor {name} has {end - start} bytes, not {_size_bytes(entry)}: fetch the file again")
+        raise ValueError(
+            f"{path}: tensor {name} has {end - start} bytes, not {_size_bytes(entry)}: fetch the file again"
+        )
     return entry
 
 

@@ -58,9 +58,7 @@ class Engine:
 
     def open(self) -> EngineFacts:
         def load() -> EngineFacts:
-            self._rank = Rank(
-                self.args, self.source, self._parallel(), num_valid_ids=self._num_valid_ids
-            )
+            self._rank = Rank(self.args, self.source, self._parallel(), num_valid_ids=self._num_valid_ids)
             return self._rank.facts
 
         return self._call(load)

@@ -83,14 +83,10 @@ class Rank:
         return max_num_tokens * width * dtype.itemsize
 
     def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
-        pools = KvPools(
-            self.groups, num_blocks, block_size=self.block_size, backend=self.backend, device=self.device
-        )
+        pools = KvPools(self.groups, num_blocks, block_size=self.block_size, backend=self.backend, device=self.device)
         self.pools = pools
         self.runner = Runner(self.model, self.backend, pools)
-        self.state = SlotState(
-            num_slots, num_groups=len(self.groups), max_blocks=max(num_blocks), device=self.device
-        )
+        self.state = SlotState(num_slots, num_groups=len(self.groups), max_blocks=max(num_blocks), device=self.device)
         self.inits: dict[int, SlotInit] = {}
         self.sampler = Sampler(
             num_slots, self.model.vocab_size, num_valid_ids=self.facts.num_valid_ids, device=self.device
@@ -206,9 +202,7 @@ class Rank:
             if self.inits[slots[at]].sampling.return_logits
         }
 
-    def _prompt_logprobs(
-        self, section: Section, batch: Batch, hidden: Tensor, at: np.ndarray, row: int
-    ) -> RowLogprobs:
+    def _prompt_logprobs(self, section: Section, batch: Batch, hidden: Tensor, at: np.ndarray, row: int) -> RowLogprobs:
         """Of the prompt tokens that follow this chunk's positions."""
         first, end = batch.query_starts[row], batch.query_starts[row + 1]
         ids = section.ids[first:end]

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from msgspec import structs
 
@@ -31,7 +31,7 @@ GENERATION_CONFIG_FIELDS = (
 )
 """What `generation_config: auto` takes from the checkpoint, where the request says nothing."""
 
-EARLY_STOPPING = {None: 1, "never": 2}
+EARLY_STOPPING: dict[Any, int] = {None: 1, "never": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +261,7 @@ class RequestBuilder:
             width=width,
             num_return=params.n,
             length_penalty=params.length_penalty or 0.0,
-            early_stopping=int(EARLY_STOPPING.get(params.early_stopping, params.early_stopping)),
+            early_stopping=int(EARLY_STOPPING.get(params.early_stopping, cast("int", params.early_stopping))),
             diversity_rate=params.beam_search_diversity_rate or 0.0,
         )
 
@@ -304,7 +304,7 @@ class RequestBuilder:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token sequences to ban: a word is spelt one way at the start of a text and another after a space."""
-        words = [(token_id,) for token_id in params.bad_token_ids or ()]
+        words: list[tuple[int, ...]] = [(token_id,) for token_id in params.bad_token_ids or ()]
         for text in params.bad_strings:
             assert self.tokenizer is not None
             for spelling in (text, f" {text.lstrip()}"):

@@ -45,7 +45,7 @@ class Client:
 
     def __init__(self, open_link: OpenLink, *, join_logits: Callable[[list[Any]], Any] = list) -> None:
         self.router = Router()
-        self.join_logits = join_logits
+        self._join_logits = join_logits
         self.info: wire.ModelInfo | None = None
         self.failure: RuntimeFailure | None = None
         self._settled = threading.Event()  # info or failure is there
@@ -59,6 +59,10 @@ class Client:
     @property
     def lock(self) -> threading.Lock:
         return self.router.lock
+
+    def join_logits(self, parts: list[Any]) -> Any:
+        """Logits of one output, in one piece."""
+        return self._join_logits(parts)
 
     def start(self) -> None:
         self._thread.start()

@@ -191,11 +191,13 @@ class FakeLoop:
         beam = entry.request.beam
         assert beam is not None
         tokens = list(itertools.islice(entry.script, entry.request.max_tokens))
-        return [
-            Beam(tokens=tokens[: len(tokens) - rank] or tokens, score=-1.0 - rank, cumulative_logprob=-1.0 - rank,
-                 finish="length", logprobs=[self.logprobs(token, 0) for token in tokens[: len(tokens) - rank] or tokens])
-            for rank in range(beam.num_return)
-        ]  # fmt: skip
+        beams: list[Beam] = []
+        for rank in range(beam.num_return):
+            kept = tokens[: len(tokens) - rank] or tokens
+            logprobs = [self.logprobs(token, 0) for token in kept]
+            score = -1.0 - rank
+            beams.append(Beam(tokens=kept, score=score, cumulative_logprob=score, finish="length", logprobs=logprobs))
+        return beams
 
 
 class FakeRuntime:

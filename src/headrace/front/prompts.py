@@ -9,7 +9,16 @@ from typing import Any, TypedDict, cast
 
 from headrace.params import SamplingParams
 
-__all__ = ["PreprocessedInputs", "PromptInputs", "TextPrompt", "TokensPrompt", "is_one_prompt", "per_prompt", "split"]
+__all__ = [
+    "PreprocessedInputs",
+    "PromptInputs",
+    "TextPrompt",
+    "TokensPrompt",
+    "is_one_prompt",
+    "per_prompt",
+    "refuse",
+    "split",
+]
 
 
 class TextPrompt(TypedDict, total=False):
@@ -82,6 +91,13 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if len(values) != count:
         raise ValueError(f"{name} is a list of {len(values)} and there are {count} prompts: give one for each")
     return values
+
+
+def refuse(**later: Any) -> None:
+    """Raises NotImplementedError naming the first argument that was given."""
+    for name, value in later.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not built yet: leave it out")
 
 
 def _is_id(value: Any) -> bool:

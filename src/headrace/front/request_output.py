@@ -48,7 +48,7 @@ class RequestOutput:
         self._aborted = False
         self._seen = 0  # news that an iteration has taken
         self._news = 0
-        self._wakers: list[Callable[[], None]] = []
+        self._wakers: list[Callable[[], object]] = []
         self._on_done: Callable[[RequestOutput], None] | None = None
 
     def __repr__(self) -> str:
@@ -160,7 +160,7 @@ class RequestOutput:
     def _has_news(self) -> bool:
         return self.done or self._news > self._seen
 
-    def _register(self, is_there: Callable[[], bool], wake: Callable[[], None]) -> bool:
+    def _register(self, is_there: Callable[[], bool], wake: Callable[[], object]) -> bool:
         """Whether `wake` will be called; False when what is waited for is there already."""
         with self._front.lock:
             if is_there():

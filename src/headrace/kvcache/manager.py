@@ -182,15 +182,12 @@ class KvCache:
         first, last = table.num_indexed, num_computed // self.tokens_per_block
         assert num_computed <= len(tokens) and num_computed <= table.capacity, (num_computed, table.capacity)
         index, node = self.index, table.cursor
+        path: list[int] = []
         for at in range(first, last):
             node = index.descend(node, index.edge(tokens, at))
-            for group, mine in enumerate(table.blocks):
-                block = mine[at]
-                if index.blocks[group][node] == NONE:
-                    index.set_block(group, node, block)
-                    self.pools[group].set_node(block, node)
-                else:
-                    self._index_again(group, node, block)
+            path.append(node)
+        for group, mine in enumerate(table.blocks):
+            self._index_blocks(group, path, mine[first:last])
         index.pin(node)
         index.unpin(table.cursor)
         table.cursor = node
@@ -247,8 +244,7 @@ class KvCache:
         copies: list[tuple[int, int, int]] = []
         for group, (theirs, mine) in enumerate(zip(origin.blocks, table.blocks)):
             mine += theirs[:num_full]
-            for block in mine:
-                self.pools[group].lease(block)
+            self.pools[group].lease_all(mine)
             if rest:
                 mine += self._allocate(group, 1)
                 copies.append((group, theirs[num_full], mine[num_full]))
@@ -306,11 +302,22 @@ class KvCache:
         pool = self.pools[group]
         num_evictions = count - len(pool.free)
         if num_evictions > 0:
-            for node in pool.evict(num_evictions):
-                self.index.clear_block(group, node)
+            self.index.clear_blocks(group, pool.evict(num_evictions))
             self.counters.evictions += num_evictions
         self.counters.allocated_blocks += count
         return pool.take(count)
+
+    def _index_blocks(self, group: int, nodes: list[int], blocks: list[int]) -> None:
+        """Names an owner's full blocks at the nodes of their tokens."""
+        named, uses, names = self.index.blocks[group], self.index.uses, self.pools[group].node
+        for node, block in zip(nodes, blocks):
+            if named[node] == NONE:
+                assert names[block] == NONE, f"block {block} is indexed at node {names[block]} already"
+                named[node] = block
+                names[block] = node
+                uses[node] += 1
+            else:
+                self._index_again(group, node, block)
 
     def _index_again(self, group: int, node: int, block: int) -> None:
         """An owner's full block meets the block of the same tokens: it takes that one's place unless that is leased."""

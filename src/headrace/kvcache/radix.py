@@ -10,14 +10,15 @@ hole there; its descendants can't be reached through that pool until somebody co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from struct import Struct
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens: TypeAlias = "Sequence[int] | NDArray[np.int32]"
+Tokens: TypeAlias = "Sequence[int] | NDArray[np.signedinteger[Any]]"
+"""Token ids; each fits into 32 bits."""
 
 NONE = -1
 MANY = -2
@@ -154,6 +155,15 @@ class RadixIndex:
         assert self.blocks[pool][node] != NONE, f"node {node} names no block"
         self.blocks[pool][node] = NONE
         self.unpin(node)
+
+    def clear_blocks(self, pool: int, nodes: Iterable[int]) -> None:
+        """`clear_block` of each, for nodes that name a block."""
+        blocks, uses = self.blocks[pool], self.uses
+        for node in nodes:
+            blocks[node] = NONE
+            uses[node] -= 1
+            if not uses[node]:
+                self._prune(node)
 
     def pin(self, node: int) -> None:
         """Keeps the node and its ancestors, though not their blocks."""

@@ -20,7 +20,9 @@ class VocabShare:
         self.start = min(parallel.rank * self.num_rows, vocab_size)
         self.stop = min(self.start + self.num_rows, vocab_size)
 
-    def parameter(self, name: str, hidden_size: int, *, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Parameter:
+    def parameter(
+        self, name: str, hidden_size: int, *, vocab_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Parameter:
         slot = Slot("", (vocab_size, hidden_size), Part(0, self.start, self.stop))
         num_padding = self.num_rows - (self.stop - self.start)
         return Parameter(name, [slot], dtype=dtype, device=device, num_padding=num_padding)

@@ -81,5 +81,7 @@ class HfConfig(Mapping[str, Any]):
         heads = self.integer("num_attention_heads")
         kv_heads = self.integer("num_key_value_heads", heads)
         if kv_heads < 1 or heads % kv_heads != 0:
-            raise ValueError(f"{self.place}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+            raise ValueError(
+                f"{self.place}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+            )
         return kv_heads

@@ -67,7 +67,14 @@ class Linear:
 
 
 def replicated_linear(
-    name: str, in_features: int, out_features: int, *, bias: bool, recipe: Recipe, dtype: torch.dtype, device: torch.device
+    name: str,
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Linear:
     """Every rank holds and computes all of it."""
     return Linear(

@@ -94,12 +94,16 @@ def rope_settings(
     named = values.get("rope_type", values.get("type", "default"))
     kind = OLD_NAMES.get(named, named)
     if kind not in NEEDED_KEYS:
-        raise ValueError(f"config.json: {place} has the unknown rope type {named!r}: known are {', '.join(NEEDED_KEYS)}")
+        raise ValueError(
+            f"config.json: {place} has the unknown rope type {named!r}: known are {', '.join(NEEDED_KEYS)}"
+        )
     own = {key: value for key, value in values.items() if key not in COMMON_KEYS}
     for key in own:
         if key not in NEEDED_KEYS[kind] | OPTIONAL_KEYS[kind]:
             known = ", ".join(sorted(NEEDED_KEYS[kind] | OPTIONAL_KEYS[kind] | COMMON_KEYS))
-            raise ValueError(f"config.json: {place} has the unknown key {key!r} for rope type {kind!r}: known are {known}")
+            raise ValueError(
+                f"config.json: {place} has the unknown key {key!r} for rope type {kind!r}: known are {known}"
+            )
     for key in sorted(NEEDED_KEYS[kind]):
         if own.get(key) is None:
             raise ValueError(f"config.json: {place} lacks the key {key!r}, which rope type {kind!r} needs")
@@ -248,7 +252,9 @@ def _longrope_frequencies(settings: RopeSettings, dim: int, max_len: int) -> Ten
     key = "long_factor" if max_len > settings.original_positions else "short_factor"
     factors = torch.tensor(settings.values[key], dtype=torch.float32)
     if len(factors) != dim // 2:
-        raise ValueError(f"config.json: {key} of rope type 'longrope' has {len(factors)} numbers, the head needs {dim // 2}")
+        raise ValueError(
+            f"config.json: {key} of rope type 'longrope' has {len(factors)} numbers, the head needs {dim // 2}"
+        )
     return 1.0 / (factors * _wavelengths(settings.theta, dim))
 
 

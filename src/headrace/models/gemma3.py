@@ -56,7 +56,12 @@ RULES = {
     "lm_head.weight": "head.weight",
 }
 
-VISION_NAMES = ("model.vision_tower.**", "model.multi_modal_projector.**", "vision_tower.**", "multi_modal_projector.**")
+VISION_NAMES = (
+    "model.vision_tower.**",
+    "model.multi_modal_projector.**",
+    "vision_tower.**",
+    "multi_modal_projector.**",
+)
 """What multimodal checkpoints hold beside the language model."""
 
 RENAMED = {
@@ -71,7 +76,14 @@ class Gemma3Layer:
     """Norms before and after each block: x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(
-        self, *, input_norm: Norm, attention: Attention, attention_post_norm: Norm, mlp_norm: Norm, mlp: Mlp, mlp_post_norm: Norm
+        self,
+        *,
+        input_norm: Norm,
+        attention: Attention,
+        attention_post_norm: Norm,
+        mlp_norm: Norm,
+        mlp: Mlp,
+        mlp_post_norm: Norm,
     ) -> None:
         self.input_norm = input_norm
         self.attention = attention

@@ -88,9 +88,7 @@ class RuntimeProcess:
         self._forwarder: threading.Thread | None = None
 
     def start(self) -> None:
-        self._process = start_child(
-            "headrace.runtime.process", msgspec.json.encode(self._order), capture_stderr=True
-        )
+        self._process = start_child("headrace.runtime.process", msgspec.json.encode(self._order), capture_stderr=True)
         self._forwarder = threading.Thread(target=self._forward, name="headrace-runtime-stderr", daemon=True)
         self._forwarder.start()
 

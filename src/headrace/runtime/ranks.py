@@ -13,9 +13,9 @@ import zmq
 
 from headrace.config.llm_args import LlmArgs
 from headrace.hub.source import ModelSource
-from headrace.runtime.packing import pack_args, pack_source
 from headrace.runtime import codec
 from headrace.runtime.children import end_children, start_child
+from headrace.runtime.packing import pack_args, pack_source
 from headrace.seam import EngineFacts, StepPlan, StepResult
 
 Message = TypeVar("Message", codec.Opened, codec.Allocated, codec.Done)

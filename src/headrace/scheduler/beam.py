@@ -138,7 +138,7 @@ class Beams:
             length = self.prompt_len + len(beam.tokens)
             extended = self._section.kv.extend(beam.owner, length)
             assert extended, "the blocks of a beam were promised at admission"
-            self._section.note_grown(beam.owner, beam.slot)
+            self._section.changes.grew(beam.owner, beam.slot)
             rows.slots.append(beam.slot)
             rows.ids.append(beam.tokens[-1])
             rows.starts.append(length - 1)
@@ -194,8 +194,7 @@ class Beams:
             children.setdefault(candidate.parent, []).append(candidate)
         for index, beam in enumerate(self.live):
             if index not in children:
-                section.kv.release(beam.owner)
-                section.forget_grown(beam.owner)
+                section.drop_beam(beam.owner)
                 self._spare.append(beam)
         grown: list[Hypothesis] = []
         for index, candidates in sorted(children.items()):
@@ -249,5 +248,4 @@ class Beams:
         """Give every table back; the slots are the section's to free."""
         owners = [beam.owner for beam in self.live] or [self.active.request.id]
         for owner in owners:
-            self._section.kv.release(owner)
-            self._section.forget_grown(owner)
+            self._section.drop_beam(owner)

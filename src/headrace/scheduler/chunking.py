@@ -68,6 +68,11 @@ def whole_prompts(left: Sequence[int], budget: int, unit: int) -> list[int]:
     return chunks
 
 
+def least_share(policy: str, tokens: int, unit: int) -> int:
+    """Budget that a prompt takes before the next one is served: all of it, or a block where prompts share."""
+    return tokens if policy == "FIRST_COME_FIRST_SERVED" else min(tokens, unit)
+
+
 POLICIES: dict[str, ChunkPolicy] = {
     "FIRST_COME_FIRST_SERVED": first_come_first_served,
     "EQUAL_PROGRESS": equal_progress,

@@ -10,7 +10,8 @@ import numpy as np
 
 from headrace.scheduler.beam import BeamRows
 from headrace.scheduler.request import Active, closed, stamp
-from headrace.scheduler.section import ContextRow, Planned, SectionScheduler
+from headrace.scheduler.rows import ContextRow, Planned
+from headrace.scheduler.section import SectionScheduler
 from headrace.seam import Ints, RowLogprobs, SectionResult
 from headrace.types import Delta, FinishReason, Logprobs
 

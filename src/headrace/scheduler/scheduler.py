@@ -21,7 +21,8 @@ from headrace.kvcache.manager import KvCache
 from headrace.scheduler.commit import Commit, Committed, flatten
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.request import Active, Waiting, closed
-from headrace.scheduler.section import Planned, SectionScheduler
+from headrace.scheduler.rows import Planned
+from headrace.scheduler.section import SectionScheduler
 from headrace.scheduler.settings import SchedulerSettings
 from headrace.seam import Section, StepPlan, StepResult
 from headrace.types import Delta, FinishReason, Request, RequestTimes
@@ -173,7 +174,7 @@ class Scheduler:
 
     @property
     def _copies_in_flight(self) -> bool:
-        return any(section.copies_in_flight for section in self.sections)
+        return any(section.changes.copies_in_flight for section in self.sections)
 
     @property
     def num_in_flight(self) -> int:
@@ -254,7 +255,7 @@ class Scheduler:
             return
         for index in open_sections:
             self.sections[index].open_admission()
-        left = [budget - self.sections[index].context_left for index, budget in enumerate(budgets)]
+        left = [budget - self.sections[index].context_wanted for index, budget in enumerate(budgets)]
         first_blocks = self._first_blocks_under_way()
         taken: list[Waiting] = []
         passed: list[Waiting] = []
@@ -272,7 +273,7 @@ class Scheduler:
             self._active[waiting.request.id] = (active, self.sections[index])
             if waiting.request.timeout_s is not None:
                 self._deadlines[waiting.request.id] = waiting.deadline_s
-            left[index] -= active.context_left
+            left[index] -= self.sections[index].share_of(active.context_left)
             taken.append(waiting)
             if key is not None:
                 first_blocks.add(key)
@@ -343,8 +344,9 @@ class Scheduler:
             for active in part.ended:
                 self._forget(active)
             parts.append(part)
+        finished = result.finished_copies.tolist()
         for section in self.sections:
-            section.finish_copies(section.own_copies(result.finished_copies.tolist()))
+            section.changes.finish_copies(finished)
         counts = flight.counts
         counts.num_context_tokens = sum(part.num_context_tokens for part in parts)
         counts.num_generated = sum(part.num_generated for part in parts)

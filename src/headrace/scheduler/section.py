@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.manager import KvCache
 from headrace.scheduler import capacity, chunking
-from headrace.scheduler.beam import BeamRows, Beams, beam_init
+from headrace.scheduler.beam import Beams, beam_init
+from headrace.scheduler.changes import Changes
 from headrace.scheduler.request import Active, Waiting, stamp
+from headrace.scheduler.rows import ContextRow, Planned, RowArrays
 from headrace.scheduler.settings import SchedulerSettings
 from headrace.scheduler.slots import SlotTable
+from headrace.seam import Section, SlotInit, ints
 from headrace.types import Request
-from headrace.seam import FROM_DEVICE, HOST_TOKEN, PROMPT_LOGPROBS, SAMPLE, Ints, Section, SlotInit, ints
-
-
-@dataclass(slots=True)
-class ContextRow:
-    """A planned chunk: `count` known tokens of `active` from `start`."""
-
-    active: Active
-    start: int
-    count: int
-    samples: bool
-    """The chunk ends with the last known token."""
-
-
-@dataclass(slots=True)
-class Planned:
-    """What commit needs to know of a section's rows, in the plan's order."""
-
-    context: list[ContextRow] = field(default_factory=list)
-    beams: list[BeamRows] = field(default_factory=list)
-    generation: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Slots of the generation rows; each slot keeps its owner while it has rows in flight."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.context) + sum(len(rows.slots) for rows in self.beams) + len(self.generation)
 
 
 class SectionScheduler:
@@ -55,20 +29,13 @@ class SectionScheduler:
         """By slot, in admission order: requests whose known tokens are not planned through yet."""
         self.beams: dict[int, Beams] = {}
         """By the slot of the request that was admitted."""
-        self._num_sections = num_sections
-        self._promised = 0
         self.num_active = 0
         """Requests that go on, beams counted; draining ones hold a slot but are not counted."""
-        self._preempting: list[Active] = []
-        self._freed: list[int] = []
-        self._inits: list[SlotInit] = []
-        self._copies: list[tuple[int, int, int, int, int, int]] = []
-        self._next_copy_id = index  # sections count in strides, so that ids are unique
-        self._next_beam_owner = -1
-        self._grown: dict[int, int] = {}
-        """Owners whose table gained blocks since the last plan -> their slot."""
-        self._copy_leases: dict[int, tuple[int, int, int]] = {}
+        self.changes = Changes(kv, index=index, num_sections=num_sections)
         self.num_usable_blocks = min(pool.num_total for pool in kv.pools)
+        self._preempting: list[Active] = []
+        self._promised = 0
+        self._next_beam_owner = -1
 
     # ---- admission ---------------------------------------------------------------------------
 
@@ -106,9 +73,7 @@ class SectionScheduler:
 
     def admit(self, waiting: Waiting, now_s: float) -> Active:
         request = waiting.request
-        cached = self.kv.admit(
-            request.id, waiting.tokens, salt=request.cache_salt, reuse=self.may_reuse(waiting)
-        )
+        cached = self.kv.admit(request.id, waiting.tokens, salt=request.cache_salt, reuse=self.may_reuse(waiting))
         active = Active(
             request=request,
             tokens=waiting.tokens,
@@ -124,10 +89,10 @@ class SectionScheduler:
         slot = self.slots.take(active, min_len=min_len)
         self.slots.capacity[slot] = self.kv.num_tokens_capacity(request.id)
         self.slots.indexed[slot] = cached // self.settings.tokens_per_block
-        self._inits.append(self._slot_init(active, slot, min_len))
+        self.changes.begin(self._slot_init(active, slot, min_len))
         self.prefilling[slot] = active
         self.num_active += 1
-        self.note_grown(request.id, slot)
+        self.changes.grew(request.id, slot)
         if request.beam is not None:
             self.slots.max_len[slot] = 0  # its blocks are promised by `Beams`, it never generates by itself
             self.beams[slot] = Beams(active, self)
@@ -215,7 +180,7 @@ class SectionScheduler:
             spare -= self._promised_to_beams()
         if self.kv.missing_blocks(owner, num_tokens) <= spare and self.kv.extend(owner, num_tokens):
             self.slots.capacity[slot] = self.kv.num_tokens_capacity(owner)
-            self.note_grown(owner, slot)
+            self.changes.grew(owner, slot)
             return True
         assert self.policy.may_preempt, "a promise of blocks was broken"
         victim = capacity.pick_victim(self.slots.actives())
@@ -232,15 +197,19 @@ class SectionScheduler:
         return sum(beams.num_rows_wanted for beams in self.beams.values())
 
     @property
-    def context_left(self) -> int:
-        return sum(active.context_left for active in self.prefilling.values())
+    def context_wanted(self) -> int:
+        """Budget that prompts under way take before a new one is served."""
+        return sum(self.share_of(active.context_left) for active in self.prefilling.values())
+
+    def share_of(self, context_left: int) -> int:
+        settings = self.settings
+        policy = settings.chunking_policy if settings.chunked_prefill else "FIRST_COME_FIRST_SERVED"
+        return chunking.least_share(policy, context_left, settings.tokens_per_block)
 
     def plan_context(self, budget: int) -> list[ContextRow]:
         """Chunks of prompts (and of what preempted requests had generated) within the budget."""
         settings = self.settings
-        policy = (
-            chunking.POLICIES[settings.chunking_policy] if settings.chunked_prefill else chunking.whole_prompts
-        )
+        policy = chunking.POLICIES[settings.chunking_policy] if settings.chunked_prefill else chunking.whole_prompts
         actives = list(self.prefilling.values())
         chunks = policy([active.context_left for active in actives], budget, settings.tokens_per_block)
         rows: list[ContextRow] = []
@@ -256,7 +225,7 @@ class SectionScheduler:
         """The rows' arrays, and the bookkeeping of what is now in flight."""
         beams = [rows for group in list(self.beams.values()) if (rows := group.plan()) is not None]
         planned = Planned(context=context, beams=beams, generation=generation)
-        rows = _Rows()
+        rows = RowArrays()
         for row in context:
             rows.add_context(row)
         for group in beams:
@@ -267,7 +236,7 @@ class SectionScheduler:
         self.slots.pending[generation] += 1 + self.settings.draft_len
         self.slots.rows_in_flight[generation] += 1
         self.slots.samples_in_flight[generation] += 1
-        return self._with_changes(section), planned
+        return self.changes.put_into(section), planned
 
     def _note_context(self, row: ContextRow) -> None:
         active = row.active
@@ -283,81 +252,28 @@ class SectionScheduler:
             # Planning a later chunk may have chosen this very request as the victim.
             self.slots.generating[slot] = not active.draining
 
-    def _with_changes(self, section: Section) -> Section:
-        changed = Section(
-            section.slot,
-            section.num_tokens,
-            section.start,
-            section.num_drafts,
-            section.tree,
-            section.flags,
-            section.num_context_rows,
-            section.ids,
-            section.next_ids,
-            self._new_blocks(),
-            ints(self._freed),
-            tuple(self._inits),
-            ints(self._copies).reshape(len(self._copies), 6),
-        )
-        self._freed, self._inits, self._copies = [], [], []
-        return changed
-
-    def _new_blocks(self) -> tuple[Ints, ...]:
-        """Blocks that tables gained since the last plan, as (slot, index, block) by group."""
-        triples: list[list[tuple[int, int, int]]] = [[] for _ in self.kv.groups]
-        for owner, slot in self._grown.items():
-            for group, blocks in enumerate(self.kv.take_new_blocks(owner)):
-                triples[group].extend((slot, index, block) for index, block in blocks)
-        self._grown = {}
-        return tuple(ints(group).reshape(len(group), 3) for group in triples)
-
-    def note_grown(self, owner: int, slot: int) -> None:
-        self._grown[owner] = slot
-
-    def forget_grown(self, owner: int) -> None:
-        self._grown.pop(owner, None)
-
-    # ---- beams and copies --------------------------------------------------------------------
+    # ---- beams --------------------------------------------------------------------
 
     def take_beam_slots(self, active: Active, count: int) -> list[tuple[int, int]]:
         """Further slots and owners for the beams of `active`, as (slot, owner)."""
         taken: list[tuple[int, int]] = []
         for _ in range(count):
             slot = self.slots.take_bare(active)
-            self._inits.append(beam_init(active, slot))
+            self.changes.begin(beam_init(active, slot))
             taken.append((slot, self._next_beam_owner))
             self._next_beam_owner -= 1
         return taken
 
     def fork(self, parent: int, child: int, slot: int, num_tokens: int) -> None:
-        """`child` shares the parent's blocks; the copy of the partial one goes out with the next plan.
+        """`child` shares the parent's blocks; the copy of the partial one goes out with the next plan."""
+        for group, source, destination in self.kv.fork(parent, child, num_tokens):
+            self.changes.copy(group, source, destination)
+        self.changes.grew(child, slot)
 
-        Leased here and not when planned: the search may be aborted before that.
-        """
-        self._copies.extend(self._lease_copy(*copy) for copy in self.kv.fork(parent, child, num_tokens))
-        self.note_grown(child, slot)
-
-    def _lease_copy(self, group: int, source: int, destination: int) -> tuple[int, int, int, int, int, int]:
-        """Both ends stay leased until the engine reports the copy done."""
-        copy_id = self._next_copy_id
-        self._next_copy_id += self._num_sections
-        self.kv.lease(group, source)
-        self.kv.lease(group, destination)
-        self._copy_leases[copy_id] = (group, source, destination)
-        return copy_id, group, 0, source, 0, destination
-
-    @property
-    def copies_in_flight(self) -> bool:
-        return bool(self._copy_leases)
-
-    def own_copies(self, copy_ids: list[int]) -> list[int]:
-        return [copy_id for copy_id in copy_ids if copy_id in self._copy_leases]
-
-    def finish_copies(self, copy_ids: Iterable[int]) -> None:
-        for copy_id in copy_ids:
-            group, source, destination = self._copy_leases.pop(copy_id)
-            self.kv.unlease(group, source)
-            self.kv.unlease(group, destination)
+    def drop_beam(self, owner: int) -> None:
+        """A beam is not continued, or its search has ended."""
+        self.kv.release(owner)
+        self.changes.forget(owner)
 
     # ---- leaving -----------------------------------------------------------------------------
 
@@ -387,12 +303,11 @@ class SectionScheduler:
             freed = beams.slots()
         else:
             self.kv.release(active.request.id)
-            self.forget_grown(active.request.id)
+            self.changes.forget(active.request.id)
             freed = [slot]
         for each in freed:
             self.slots.give_back(each)
-        self._freed.extend(freed)
-
+        self.changes.free(freed)
 
     def check(self) -> None:
         """Blocks add up, every slot has one owner, counters are not negative."""
@@ -404,58 +319,3 @@ class SectionScheduler:
             assert (array >= 0).all(), "a counter of rows in flight is negative"
         going_on = sum(a.request.beam.width if a.request.beam else 1 for a in slots.actives() if not a.draining)
         assert going_on == self.num_active, f"num_active is {self.num_active}, {going_on} requests go on"
-
-
-class _Rows:
-    """The arrays of a section, row by row for what carries host ids."""
-
-    def __init__(self) -> None:
-        self.slot: list[int] = []
-        self.count: list[int] = []
-        self.start: list[int] = []
-        self.flags: list[int] = []
-        self.ids: list[int] = []
-        self.next_ids: list[int] = []
-
-    def add_context(self, row: ContextRow) -> None:
-        active = row.active
-        end = row.start + row.count
-        flags = SAMPLE if row.samples else 0
-        if row.samples and active.request.beam is not None:
-            flags |= HOST_TOKEN
-        wants_prompt = active.request.sampling.prompt_logprobs >= 0 and not active.prompt_logprobs_done
-        if wants_prompt:
-            flags |= PROMPT_LOGPROBS
-        self._add(active.slot, row.start, active.tokens[row.start : end], flags)
-        # The last prompt token's own target is sampled, not given; what was generated is no prompt.
-        in_prompt = wants_prompt and end < len(active.request.prompt)
-        self.next_ids.append(active.tokens[end] if in_prompt else -1)
-
-    def add_beams(self, rows: BeamRows) -> None:
-        for slot, token, start in zip(rows.slots, rows.ids, rows.starts, strict=True):
-            self._add(slot, start, [token], SAMPLE | HOST_TOKEN)
-            self.next_ids.append(-1)
-
-    def _add(self, slot: int, start: int, tokens: list[int], flags: int) -> None:
-        self.slot.append(slot)
-        self.count.append(len(tokens))
-        self.start.append(start)
-        self.flags.append(flags)
-        self.ids.extend(tokens)
-
-    def section(self, generation: NDArray[np.int64], tokens_per_row: int) -> Section:
-        """With the generation rows behind the rows that carry ids."""
-        num = len(generation)
-        drafts = np.zeros(len(self.slot) + num, np.int32)
-        drafts[len(self.slot) :] = tokens_per_row - 1
-        return Section(
-            slot=np.concatenate([ints(self.slot), generation.astype(np.int32)]),
-            num_tokens=np.concatenate([ints(self.count), np.full(num, tokens_per_row, np.int32)]),
-            start=np.concatenate([ints(self.start), np.full(num, FROM_DEVICE, np.int32)]),
-            num_drafts=drafts,
-            tree=np.zeros_like(drafts),
-            flags=np.concatenate([ints(self.flags), np.full(num, SAMPLE, np.int32)]),
-            num_context_rows=len(self.slot),
-            ids=ints(self.ids),
-            next_ids=ints(self.next_ids),
-        )

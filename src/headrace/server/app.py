@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -89,21 +88,28 @@ class Routes:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "headrace"}
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
+        gone: asyncio.Task[None] | None = None
+        response: Response = GONE
         try:
             kitchen = self._service.kitchen()
             data = await request.body()
-            async with departure(request.receive) as gone:
-                return await self._answer(kitchen, data, prepare, gone)
+            gone = asyncio.create_task(departure(request.receive))
+            response = await self._answer(kitchen, data, prepare, gone)
         except ClientDisconnect:
-            return GONE
+            pass
         except Exception as error:
             refusal = as_request_error(error)
             self._service.counters.rejected += 1
             if refusal.status == 500:
                 log.exception("a request failed")
-            return error_response(refusal)
+            response = error_response(refusal)
+        finally:
+            if gone is not None and not isinstance(response, EventStream):
+                gone.cancel()
+        return response
 
     async def _answer(self, kitchen: Kitchen, data: bytes, prepare: Prepare, gone: asyncio.Task[None]) -> Response:
+        """The response; one that streams takes over `gone`, which tells that the client has left."""
         service = self._service
         work = asyncio.get_running_loop().run_in_executor(service.workers, prepare, kitchen, data)
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -112,14 +118,19 @@ class Routes:
             return GONE
         prepared = work.result()
         job = service.submit(prepared)
-        gone.add_done_callback(lambda _: service.abort(job))
+        gone.add_done_callback(lambda task: None if task.cancelled() else service.abort(job))
         body, last = await job.feed.next()
         if job.feed.error is not None:
             return error_response(job.feed.error)
         headers = {"x-request-id": prepared.answer.id, **self._warnings(prepared.unknown)}
         if not prepared.answer.stream:
             return Response(body, 200, headers, "application/json")
-        return EventStream(job.feed, body, last=last, headers=headers)
+
+        def end() -> None:
+            gone.cancel()
+            service.abort(job)  # only finds something to do when the stream was cut
+
+        return EventStream(job.feed, body, last=last, headers=headers, on_end=end)
 
     def _warnings(self, unknown: list[str]) -> dict[str, str]:
         """Unknown fields: a log line for each name once, and a header each time."""
@@ -134,19 +145,10 @@ class Routes:
         return {"x-headrace-warnings": f"unknown fields: {names}"[:MAX_WARNING_LENGTH]}
 
 
-@contextlib.asynccontextmanager
-async def departure(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """A task that ends when the client leaves."""
-
-    async def wait() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task = asyncio.create_task(wait())
-    try:
-        yield task
-    finally:
-        task.cancel()
+async def departure(receive: Receive) -> None:
+    """Ends when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -37,5 +37,5 @@ class ApiKeys:
             if name == b"authorization":
                 kind, _, rest = value.partition(b" ")
                 sent = rest.strip() if kind.lower() == b"bearer" else b""
-        # All keys are compared, so that the time doesn't tell which one was close.
-        return any([hmac.compare_digest(sent, key) for key in self._keys])
+        # All keys are compared, so that the time doesn't tell which one matched.
+        return sum(hmac.compare_digest(sent, key) for key in self._keys) > 0

@@ -141,9 +141,7 @@ def parse_body(data: bytes, cls: type[ChatBody] | type[CompletionBody]) -> tuple
     extra = body.__pydantic_extra__ or {}
     for name, value in extra.items():
         if name in cls.UNBUILT and value is not None and value not in cls.UNBUILT[name]:
-            raise RequestError(
-                f"{name} is not supported yet: leave it out", param=name, code="unsupported_parameter"
-            )
+            raise RequestError(f"{name} is not supported yet: leave it out", param=name, code="unsupported_parameter")
     unknown = [name for name in extra if name not in cls.UNBUILT and name not in cls.INERT]
     if body.stream_options is not None:
         unknown += [f"stream_options.{name}" for name in body.stream_options.__pydantic_extra__ or {}]

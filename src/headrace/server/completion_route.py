@@ -42,7 +42,7 @@ class CompletionRoute:
         answer = self._answer
         if answer.echo is None:
             return b""
-        entry = {"index": self._number(choice, prompt), "text": answer.echo[prompt], "logprobs": None,
+        entry: dict[str, Any] = {"index": self._number(choice, prompt), "text": answer.echo[prompt], "logprobs": None,
                  "finish_reason": None}  # fmt: skip
         if answer.logprobs is not None:
             collector = choice.collector

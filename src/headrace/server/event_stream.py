@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,19 +17,25 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, first: bytes, *, last: bool, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, feed: Feed, first: bytes, *, last: bool, headers: Mapping[str, str], on_end: Callable[[], None]
+    ) -> None:
         self._feed = feed
         self._first = first
         self._last = last
+        self._on_end = on_end
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        data, last = self._first, self._last
-        while True:
-            await send({"type": "http.response.body", "body": data, "more_body": not last})
-            if last:
-                return
-            data, last = await self._feed.next()
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            data, last = self._first, self._last
+            while True:
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
+                if last:
+                    return
+                data, last = await self._feed.next()
+        finally:
+            self._on_end()

@@ -1,4 +1,4 @@
-"""From the bytes of a body to requests for the runtime. Runs on a worker thread: nothing here touches the event loop."""
+"""From the bytes of a body to requests for the runtime, on a worker thread and not on the event loop."""
 
 from __future__ import annotations
 

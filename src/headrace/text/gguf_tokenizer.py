@@ -166,14 +166,14 @@ def _sentencepiece(
             byte_fallback=_BYTE in types,
         )
     )
+    spaces = normalizers.Replace(" ", _SPACE_MARK)
     steps: list[Any] = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if is_gemma:
-        backend.normalizer = normalizers.Replace(" ", _SPACE_MARK)
-    elif metadata.get("tokenizer.ggml.add_space_prefix", True):
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE_MARK, prepend_scheme="first", split=False)
+    if not is_gemma and metadata.get("tokenizer.ggml.add_space_prefix", True):
+        # Before each stretch of text between marked tokens, as the file format's own program does.
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), spaces])
         steps.append(decoders.Strip(content=" ", left=1))
     else:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE_MARK, prepend_scheme="never", split=False)
+        backend.normalizer = spaces
     backend.decoder = decoders.Sequence(steps)
     return backend
 

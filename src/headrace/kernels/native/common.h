@@ -14,9 +14,6 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -150,26 +147,8 @@ INLINE vfloat vtanh(vfloat x) {
     return vselect(size < vset(0.25f), near, vselect(negative, -far, far));
 }
 
-/* Runs body(context, unit, thread) for each unit once, on the pool of the OpenMP runtime that torch has loaded: threads
- * take units in turn, whoever is free. Of OpenMP only a bare parallel region is used, which every runtime's GNU
- * interface has had for ten years. */
+/* Runs body(context, unit, thread) for each unit once; threads take units in turn, whoever is free. */
 typedef void (*unit_body)(void *context, int64_t unit, int thread);
-
-static inline void run_units(int64_t num_units, int num_threads, unit_body body, void *context) {
-    if (num_threads > num_units) num_threads = (int)num_units;
-#if defined(_OPENMP)
-    if (num_threads > 1) {
-        int64_t next = 0;
-#pragma omp parallel num_threads(num_threads)
-        for (int thread = omp_get_thread_num();;) {
-            int64_t unit = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-            if (unit >= num_units) break;
-            body(context, unit, thread);
-        }
-        return;
-    }
-#endif
-    for (int64_t unit = 0; unit < num_units; unit++) body(context, unit, 0);
-}
+void run_units(int64_t num_units, int num_threads, unit_body body, void *context);
 
 #endif

@@ -1,0 +1,65 @@
+"""`headrace serve`: a model over HTTP."""
+
+from __future__ import annotations
+
+import gc
+
+import click
+
+from headrace import __version__
+from headrace.cli.options import api_keys_from, log_level_from_click, resolved_from_click, serve_options
+
+
+@click.command()
+@click.argument("model", required=False)
+@serve_options
+@click.pass_context
+def serve(ctx: click.Context, model: str | None) -> None:
+    """Serve MODEL over HTTP with the OpenAI API.
+
+    MODEL is a short name (see `headrace pull --list`), a folder, a .gguf file or a hub id; a --config file may name it.
+    """
+    from headrace import env, log
+
+    level = log_level_from_click(ctx)
+    log.setup(level)
+    resolved = resolved_from_click(ctx, model)
+    args, options = resolved.args, resolved.server
+    env.apply_overrides(args.env_overrides)
+    resolved.log_notes()
+
+    from headrace.config.show import as_yaml
+    from headrace.front.text_side import load_text_side
+    from headrace.hub.source import resolve_model
+    from headrace.runtime.launch import RuntimeProcess
+    from headrace.server.run import Outcome, bind
+    from headrace.server.run import serve as run
+    from headrace.server.service import ServiceOptions
+
+    source = resolve_model(args.model, revision=args.revision)
+    listener = bind(options.host, options.port)
+    log.get("config").info("configuration:\n%s", as_yaml(resolved).rstrip())
+    gc.set_threshold(args.garbage_collection_gen0_threshold)
+    serving = ServiceOptions(
+        model_name=options.served_model_name or args.model,
+        stream_interval=args.stream_interval,
+        request_timeout_s=args.request_timeout_s,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+        shutdown_timeout_s=args.shutdown_timeout_s,
+        num_workers=options.num_input_processor_workers,
+        api_keys=tuple(api_keys_from(options)),
+    )
+    runtime = RuntimeProcess(args, source, log_level=level)
+    outcome: Outcome = run(
+        listener,
+        runtime,
+        lambda: load_text_side(args, source, chat_template=options.chat_template),
+        serving,
+        version=__version__,
+    )
+    if outcome.message:
+        if level in ("debug", "trace") and outcome.traceback:
+            click.echo(outcome.traceback, err=True)
+        click.echo(f"headrace: {outcome.message}", err=True)
+    ctx.exit(outcome.exit_code)

@@ -1,0 +1,194 @@
+"""The life of a server process: socket, runtime, signals, draining, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+import uvicorn
+
+from headrace import wire
+from headrace.front.socket_link import ChildRuntime, cause_of_death
+from headrace.front.text_side import TextSide
+from headrace.log import get
+from headrace.server.app import make_app
+from headrace.server.service import Service, ServiceOptions
+
+__all__ = ["Outcome", "bind", "serve", "url_of"]
+
+log = get("server")
+
+WATCH_PERIOD_S = 0.2
+LAST_WORDS_S = 0.3
+"""How long a message of a runtime that has just died may still be on its way."""
+FLUSH_TIMEOUT_S = 5
+"""For clients to take the last bytes of their answers."""
+BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a server ended."""
+
+    exit_code: int
+    message: str = ""
+    """The root cause, when it failed."""
+    traceback: str = ""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything slow happens.
+
+    Raises:
+        OSError: the address can't be had; one line with the remedy.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise OSError(f"can't listen on {host}: {error.strerror or error}: choose another --host") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            f"can't listen on {host} port {port}: {error.strerror or error}: end what uses it or choose another --port"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def serve(
+    listener: socket.socket,
+    runtime: ChildRuntime,
+    load_text: Callable[[], TextSide],
+    options: ServiceOptions,
+    *,
+    version: str,
+) -> Outcome:
+    """Serve until a signal or a failure. No child is left when it returns."""
+    return asyncio.run(_Life(listener, runtime, load_text, options, version).run())
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are ours: a drain comes before the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class _Life:
+    def __init__(
+        self,
+        listener: socket.socket,
+        runtime: ChildRuntime,
+        load_text: Callable[[], TextSide],
+        options: ServiceOptions,
+        version: str,
+    ) -> None:
+        self._listener = listener
+        self._runtime = runtime
+        self._options = options
+        self._service = Service(options, load_text)
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+        config = uvicorn.Config(
+            make_app(self._service, version=version),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+        )
+        self._server = _Uvicorn(config)
+
+    async def run(self) -> Outcome:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        watching = asyncio.create_task(self._watch())
+        try:
+            self._runtime.start()
+            self._service.start(self._runtime.address)
+            log.info("listening on %s, loading %s", url_of(self._listener), self._options.model_name)
+            await self._until_end(serving)
+            self._server.should_exit = True
+            await asyncio.wait({serving}, timeout=FLUSH_TIMEOUT_S + 1)
+        finally:
+            watching.cancel()
+            await self._service.close()
+            await asyncio.to_thread(self._runtime.close, 4.0)
+        return self._outcome()
+
+    def _on_signal(self) -> None:
+        (self._force if self._stop.is_set() else self._stop).set()
+
+    async def _until_end(self, serving: asyncio.Task[None]) -> None:
+        """Return when nothing is running any more, and nothing shall."""
+        service = self._service
+        stopping = asyncio.create_task(self._stop.wait())
+        was_ready = False
+        while service.failure is None and not self._stop.is_set() and not serving.done():
+            if service.state == "ready" and not was_ready:
+                was_ready = True
+                log.info("ready: %s at %s/v1", self._options.model_name, url_of(self._listener))
+            changed = asyncio.create_task(service.changed.wait())
+            await asyncio.wait({changed, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            service.changed.clear()
+        stopping.cancel()
+        if service.failure is None:
+            await self._drain()
+
+    async def _drain(self) -> None:
+        service = self._service
+        service.drain()
+        if service.jobs:
+            log.info(
+                "draining: %d requests have up to %g s (a second signal ends them)",
+                len(service.jobs),
+                self._options.shutdown_timeout_s,
+            )
+            drained = asyncio.create_task(self._until_idle())
+            forced = asyncio.create_task(self._force.wait())
+            await asyncio.wait(
+                {drained, forced}, timeout=self._options.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            drained.cancel()
+            forced.cancel()
+            service.end_all("the server is shutting down", code="shutting_down", status=503)
+        log.info("stopped")
+
+    async def _until_idle(self) -> None:
+        while self._service.jobs and self._service.failure is None:
+            self._service.changed.clear()
+            await self._service.changed.wait()
+
+    async def _watch(self) -> None:
+        """Notice a runtime that ends without a word."""
+        while self._runtime.returncode is None:
+            await asyncio.sleep(WATCH_PERIOD_S)
+        await asyncio.sleep(LAST_WORDS_S)
+        self._service.fail(wire.Failed(cause_of_death(self._runtime), bad_input=self._runtime.returncode == 2))
+
+    def _outcome(self) -> Outcome:
+        failure = self._service.failure
+        if failure is None:
+            return Outcome(0)
+        return Outcome(2 if failure.bad_input else 1, failure.message, failure.traceback)
