@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import socket
 import time
@@ -77,16 +78,25 @@ class LLM:
     ) -> None:
         given = {name: value for name, value in locals().items() if name in NAMED_DEFAULTS}
         named = {name: value for name, value in given.items() if value != NAMED_DEFAULTS[name]}
-        open_runtime: OpenRuntime = kwargs.pop("_open_runtime", open_default_runtime)
         resolved = resolve(arguments={"model": str(model), **named, **kwargs})
         resolved.log_notes()
-        self._args = resolved.args
+        self._open(resolved.args, open_default_runtime)
+
+    @classmethod
+    def from_args(cls, args: LlmArgs, *, open_runtime: OpenRuntime | None = None) -> LLM:
+        """From a resolved configuration; `open_runtime` puts another runtime behind it (a fake, for tests)."""
+        llm = cls.__new__(cls)
+        llm._open(args, open_runtime or open_default_runtime)
+        return llm
+
+    def _open(self, args: LlmArgs, open_runtime: OpenRuntime) -> None:
+        """Load engine and tokenizer at the same time."""
+        source = resolve_model(args.model, revision=args.revision)
+        self._args = args
         self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{int(time.time() * 1000)}"
-        source = resolve_model(self._args.model, revision=self._args.revision)
-        args = self._args
         self._client = Client(lambda on_message: open_runtime(args, source, on_message), join_logits=_join_logits)
+        self._close = weakref.finalize(self, self._client.close)  # also at the interpreter's exit
         self._client.start()
-        self._close = weakref.finalize(self, self._client.close)
         try:
             self._text: TextSide = load_text_side(args, source)
             self._info = self._client.wait_ready()
@@ -188,6 +198,17 @@ class LLM:
         text, ids = split(inputs)
         return PreprocessedInputs(self._ids(text, ids, params), text, sampling_params)
 
+    def chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
+        """Ids of a conversation, up to where the assistant begins; `variables` are for the chat template.
+
+        Raises:
+            ValueError: no template, or it refuses the messages; its own message.
+        """
+        if self._text.template is None or self._text.tokenizer is None:
+            raise ValueError("a chat needs a tokenizer: leave skip_tokenizer_init off")
+        text = self._text.template.render(messages, extra=variables)
+        return self._text.tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
+
     # ---- looking -----------------------------------------------------------------------------
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
@@ -228,13 +249,7 @@ class LLM:
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        text = self._text
-        self._text = TextSide(
-            source=text.source,
-            tokenizer=as_tokenizer(tokenizer),
-            generation_config=text.generation_config,
-            max_input_len=text.max_input_len,
-        )
+        self._text = dataclasses.replace(self._text, tokenizer=as_tokenizer(tokenizer))
         self._builder = self._text.builder(self._info)
 
     @property

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TextIO
 
 TRACE = 5
@@ -68,7 +68,7 @@ def get(component: str) -> logging.Logger:
 
 
 @contextlib.contextmanager
-def phase(name: str, *, logger: logging.Logger | None = None) -> Iterator[None]:
+def phase(name: str, *, logger: logging.Logger | None = None) -> Generator[None, None, None]:
     """Log how long a phase of the start took: at info from one second up, at debug below.
 
     `name` reads as what is being done, for example "loading weights". A phase that fails is logged too.

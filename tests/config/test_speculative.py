@@ -21,8 +21,13 @@ def refused(**values: Any) -> dict[str, str]:
     return {problem.path.removeprefix("speculative_config."): problem.message for problem in caught.value.problems}
 
 
-@pytest.mark.parametrize("kind", ["MTP", "mtp", "NGram", "NGRAM", "SA", "Draft_Target", "DraftTarget", "EAGLE3", "eagle",
-                                  "PARD", "DFlash", "DSpark", "SaveState", "User_Provided", "AUTO", "auto"])  # fmt: skip
+KINDS = (
+    "MTP", "mtp", "NGram", "NGRAM", "SA", "Draft_Target", "DraftTarget", "EAGLE3", "eagle", "PARD", "DFlash", "DSpark",
+    "SaveState", "User_Provided", "AUTO", "auto",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_in_every_spelling(kind: str) -> None:
     values: dict[str, Any] = {"decoding_type": kind, "max_draft_len": 3, "speculative_model_dir": "d"}
     if kind == "SaveState":

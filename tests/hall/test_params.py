@@ -77,7 +77,18 @@ def test_defaults_of_the_reference() -> None:
     params = SamplingParams()
     assert (params.max_tokens, params.n, params.detokenize, params.add_special_tokens) == (32, 1, True, True)
     assert params.skip_special_tokens and params.exclude_input_from_output and not params.ignore_eos
-    unset = {"temperature", "top_p", "top_k", "min_p", "seed", "best_of", "stop", "logprobs", "end_id", "early_stopping"}
+    unset = {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "best_of",
+        "stop",
+        "logprobs",
+        "end_id",
+        "early_stopping",
+    }
     assert all(getattr(params, name) is None for name in unset)
 
 

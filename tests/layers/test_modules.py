@@ -124,7 +124,7 @@ def test_embedding_and_head(size: int, is_tied: bool) -> None:
     ranks = by_rank(size, build, values)
     table = values("embed.weight", "", ())
     torch.testing.assert_close(sum(embedding(ids) for embedding, _ in ranks), table[ids])
-    local = [head.recipe.linear(Act(hidden), head._prepared) for _, head in ranks]
+    local = [head.recipe.linear(Act(hidden), head._ready()) for _, head in ranks]
     assert len({part.shape for part in local}) == 1, "ranks gather equal shapes"
     weight = table if is_tied else values("head.weight", "", ())
     torch.testing.assert_close(torch.cat(local, -1)[:, :vocab_size], hidden @ weight.T)

@@ -89,3 +89,17 @@ def test_processed_logprobs_follow_the_processor() -> None:
     found = step(sampler, [seq], LOGITS[:1], [0]).logprobs[0]
     assert found.ids.tolist() == [[0]] and abs(float(found.values[0, 0])) < 1e-6
     processors.release(key)
+
+
+def test_processors_see_drafts_as_output() -> None:
+    seen: list[list[int]] = []
+
+    def look(req_id, logits, token_ids, stream_ptr, client_id):
+        seen.extend(token_ids)
+
+    key = processors.register([look])
+    sampler = new_sampler([Sequence(Sampling(processors=key), [0, 1])], vocab=4)
+    processors.release(key)
+    pending = torch.tensor([[-1, -1], [2, -1], [2, 3]])
+    sampler.choose(LOGITS.clone(), torch.zeros(3, dtype=torch.int64), torch.tensor([2, 3, 4]), pending=pending)
+    assert seen == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]

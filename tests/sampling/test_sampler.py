@@ -222,6 +222,14 @@ def test_seeds_repeat_and_differ() -> None:
     assert run(2**64 - 1) == run(-1)  # the same 64 bits
 
 
+def test_int32_lengths_draw_the_same() -> None:
+    sampler = Sampler(1, 50, num_valid_ids=50, device="cpu")
+    sampler.begin(Sequence(Sampling(temperature=1.0, seed=2**63), [0]).init(0))
+    slots, lengths = torch.zeros(9, dtype=torch.int64), torch.arange(9)
+    drawn = [sampler.choose(torch.zeros(9, 50), slots, at).tokens.tolist() for at in (lengths, lengths.int())]
+    assert drawn[0] == drawn[1]
+
+
 def test_host_token_rows_only_report() -> None:
     seqs = [Sequence(Sampling(presence_penalty=50.0, logprobs=2), [0], max_len=2) for _ in range(2)]
     sampler = new_sampler(seqs, vocab=4)

@@ -19,6 +19,7 @@ from tests.text.corpus import CORPUS
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "bytes": ByteTokenizer,
     "byte-level": cache(tiny_tokenizers.byte_level),
+    "byte-level with odd tokens": cache(lambda: tiny_tokenizers.byte_level(odd=True)),
     "sentencepiece": cache(tiny_tokenizers.sentencepiece_tokenizer),
     "sentencepiece without prefix": cache(
         lambda: tiny_tokenizers.sentencepiece_tokenizer(**{"tokenizer.ggml.add_space_prefix": False})

@@ -18,7 +18,8 @@ ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @cache
-def byte_level_backend() -> tokenizers.Tokenizer:
+def byte_level_backend(*, odd: bool = False) -> tokenizers.Tokenizer:
+    """`odd` adds tokens outside the byte alphabet, with a space, and with a character that stands for another byte."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -29,14 +30,13 @@ def byte_level_backend() -> tokenizers.Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator([text for text in CORPUS if "<|" not in text], trainer)
-    # Added tokens outside the byte alphabet, with a space, and with a character that the alphabet uses for a byte.
-    backend.add_tokens([AddedToken("<｜tool▁call｜>", normalized=False), AddedToken("<a b>", normalized=False)])
-    backend.add_tokens([AddedToken("é", normalized=False)])
+    if odd:
+        backend.add_tokens([AddedToken(token, normalized=False) for token in ("<｜tool▁call｜>", "<a b>", "é")])
     return backend
 
 
-def byte_level() -> FastTokenizer:
-    return FastTokenizer(byte_level_backend(), special_tokens=ROLES)
+def byte_level(*, odd: bool = False) -> FastTokenizer:
+    return FastTokenizer(byte_level_backend(odd=odd), special_tokens=ROLES)
 
 
 @cache

@@ -82,7 +82,7 @@ def sharegpt_tasks(
     Raises:
         ValueError: the file is no array of conversations, or has fewer such turns.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         texts = list(dict.fromkeys(first_human_turns(array_items(file, name=str(path)))))
     random.Random(seed).shuffle(texts)
     tasks: list[Task] = []
@@ -101,7 +101,7 @@ def sharegpt_tasks(
 
 
 def array_items(file: TextIO, *, name: str) -> Iterator[Any]:
-    """The items of a JSON array one by one; an array that is cut off ends with its last whole item.
+    """The objects of a JSON array one by one; an array that is cut off ends with its last whole one.
 
     Raises:
         ValueError: not an array, or damaged before its end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +26,7 @@ class Task:
     num_output: int
 
 
-def random_tasks(
-    *, num_requests: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0
-) -> list[Task]:
+def random_tasks(*, num_requests: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0) -> list[Task]:
     """Uniform ids, all requests of one length. The same seed gives the same ids on every machine."""
     ids = np.random.default_rng(seed).integers(0, vocab_size, (num_requests, input_len))  # [requests, tokens]
     return [Task(number, row, output_len) for number, row in enumerate(ids.tolist())]
@@ -36,21 +34,21 @@ def random_tasks(
 
 def is_json_array(path: Path) -> bool:
     """Whether a file begins as a JSON array does, rather than with the object of a JSON line."""
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         while block := file.read(256):
             if text := block.lstrip():
                 return text[0] == "["
     return False
 
 
-def read_json_lines(lines: Iterable[str], *, name: str, tokenizer: Tokenizer | None) -> list[Task]:
+def read_json_lines(lines: Iterable[str], *, name: str, tokenizer: Callable[[], Tokenizer]) -> list[Task]:
     """Tasks from lines as trtllm-bench's `prepare-dataset` writes them.
 
     Each is an object with `output_tokens`, one of `input_ids` and `prompt` (tokenised here), and perhaps `task_id`.
 
     Args:
         name: of the file, for errors.
-        tokenizer: None where the model has none; lines with text are refused then.
+        tokenizer: gives the model's tokenizer; called if a line has text.
 
     Raises:
         ValueError: naming the line and the field.
@@ -65,7 +63,7 @@ def read_json_lines(lines: Iterable[str], *, name: str, tokenizer: Tokenizer | N
     return tasks
 
 
-def _task(line: str, where: str, default_id: int, tokenizer: Tokenizer | None) -> Task:
+def _task(line: str, where: str, default_id: int, tokenizer: Callable[[], Tokenizer]) -> Task:
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -102,13 +100,12 @@ def _input_ids(fields: dict[str, Any], where: str) -> list[int] | None:
     return [_integer(each, f"{where}: each of input_ids", lowest=0) for each in cast("list[Any]", ids)]
 
 
-def _encoded(fields: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> list[int]:
+def _encoded(fields: dict[str, Any], where: str, tokenizer: Callable[[], Tokenizer]) -> list[int]:
     text = fields.get("prompt")
     if not isinstance(text, str):
         raise ValueError(f"{where}: neither input_ids nor prompt: give one of them")
-    if tokenizer is None:
-        raise ValueError(f"{where}: prompt is text and this model has no tokenizer: give input_ids")
+    encoder = tokenizer()
     try:
-        return encode_prompt(tokenizer, text, add_special_tokens=True)
+        return encode_prompt(encoder, text, add_special_tokens=True)
     except ValueError as error:
         raise ValueError(f"{where}: prompt: {error}") from None

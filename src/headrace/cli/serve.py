@@ -7,7 +7,7 @@ import gc
 import click
 
 from headrace import __version__
-from headrace.cli.options import api_keys_from, log_level_from_click, resolved_from_click, serve_options
+from headrace.cli.options import resolved_from_click, serve_options
 
 
 @click.command()
@@ -21,10 +21,10 @@ def serve(ctx: click.Context, model: str | None) -> None:
     """
     from headrace import env, log
 
-    level = log_level_from_click(ctx)
-    log.setup(level)
     resolved = resolved_from_click(ctx, model)
     args, options = resolved.args, resolved.server
+    level = options.log_level
+    log.setup(level)
     env.apply_overrides(args.env_overrides)
     resolved.log_notes()
 
@@ -48,7 +48,7 @@ def serve(ctx: click.Context, model: str | None) -> None:
         max_queued_tokens=args.max_queued_tokens,
         shutdown_timeout_s=args.shutdown_timeout_s,
         num_workers=options.num_input_processor_workers,
-        api_keys=tuple(api_keys_from(options)),
+        api_keys=tuple(key.get_secret_value() for key in options.api_keys),
     )
     runtime = RuntimeProcess(args, source, log_level=level)
     outcome: Outcome = run(

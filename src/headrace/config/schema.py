@@ -56,7 +56,16 @@ def _schema_of(cls: type[ConfigModel]) -> dict[str, Any]:
             if entry.get("status") == "deprecated":
                 entry["deprecated"] = True
     _accept_other_spellings(cls, schema)
-    return schema
+    return cast("dict[str, Any]", _any_kind(schema))
+
+
+def _any_kind(part: Any) -> Any:
+    """Kinds told apart by which keys are there may overlap, which `oneOf` would refuse."""
+    if isinstance(part, dict):
+        entries = cast("dict[str, Any]", part)
+        overlap = "oneOf" in entries and "discriminator" not in entries
+        return {"anyOf" if overlap and key == "oneOf" else key: _any_kind(item) for key, item in entries.items()}
+    return [_any_kind(item) for item in cast("list[Any]", part)] if isinstance(part, list) else part
 
 
 def _accept_other_spellings(cls: type[ConfigModel], schema: dict[str, Any]) -> None:

@@ -6,8 +6,9 @@ Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header le
 
 from __future__ import annotations
 
-import io
 import json
+import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,55 @@ class StoredTensor(Protocol):
         ...
 
 
+class SafetensorsFile:
+    """An open safetensors file, and the buffer that its tensors pass through.
+
+    The buffer is mapped, not allocated: buffers of this size that come and go leave holes in the allocator's heap, and
+    those would count as memory beside the weights.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        self._buffer = mmap.mmap(-1, CHUNK_BYTES)
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def tensors(self) -> list[FileTensor]:
+        """What the header lists, in the order of the data. `safetensors_files` has checked header and file size."""
+        header_bytes = int.from_bytes(self.read(0, 8), "little")
+        header: dict[str, Any] = json.loads(bytes(self.read(8, header_bytes)))
+        header.pop("__metadata__", None)
+        entries = [self._tensor(name, value, begin=8 + header_bytes) for name, value in header.items()]
+        return sorted(entries, key=lambda entry: entry.begin)
+
+    def read(self, offset: int, size_bytes: int) -> memoryview:
+        """Bytes of the file, valid until the next call. Shorter where the file ends."""
+        if size_bytes > len(self._buffer):
+            self._buffer = mmap.mmap(-1, size_bytes)
+        view = memoryview(self._buffer)[:size_bytes]
+        self._file.seek(offset)
+        filled = 0
+        while filled < size_bytes and (count := self._file.readinto(view[filled:])):
+            filled += count
+        return view[:filled]
+
+    def _tensor(self, name: str, value: dict[str, Any], *, begin: int) -> FileTensor:
+        if value["dtype"] not in DTYPES:
+            raise ValueError(
+                f"{self.path}: tensor {name} has the unknown dtype {value['dtype']}: convert the model to bfloat16"
+            )
+        dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
+        start, end = value["data_offsets"]
+        if end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{self.path}: tensor {name} has {end - start} bytes for {list(shape)}: fetch the file again")
+        return FileTensor(name, shape, dtype, begin + start, self)
+
+
 @dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor at a place in an open safetensors file."""
@@ -63,8 +113,7 @@ class FileTensor:
     dtype: torch.dtype
     begin: int
     """Offset in the file."""
-    file: io.FileIO
-    path: Path
+    file: SafetensorsFile
 
     def read(self, into: Tensor, part: Part | None = None) -> None:
         """Reads runs of rows of at most CHUNK_BYTES, so that no whole tensor lies beside the destination."""
@@ -73,9 +122,7 @@ class FileTensor:
             into.copy_(self._rows(0, 1, ()).squeeze(0))
             return
         row_shape = self.shape[1:]
-        row_bytes = self.dtype.itemsize
-        for length in row_shape:
-            row_bytes *= length
+        row_bytes = math.prod(row_shape) * self.dtype.itemsize
         first, end = (part.start, part.stop) if part is not None and part.dim == 0 else (0, self.shape[0])
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
         for start in range(first, end, step):
@@ -84,16 +131,14 @@ class FileTensor:
             into[start - first : stop - first].copy_(_columns(rows, part))
 
     def _rows(self, offset: int, num_rows: int, row_shape: tuple[int, ...]) -> Tensor:
-        rows = torch.empty((num_rows, *row_shape), dtype=self.dtype)
-        buffer = memoryview(rows.view(torch.uint8).reshape(-1).numpy()) if rows.numel() else memoryview(bytearray())
-        self.file.seek(self.begin + offset)
-        filled = 0
-        while filled < len(buffer):
-            count = self.file.readinto(buffer[filled:])
-            if not count:
-                raise ValueError(f"{self.path} ends inside tensor {self.name}: fetch the file again")
-            filled += count
-        return rows
+        """A view of the file's buffer."""
+        size_bytes = num_rows * math.prod(row_shape) * self.dtype.itemsize
+        if size_bytes == 0:
+            return torch.empty((num_rows, *row_shape), dtype=self.dtype)
+        content = self.file.read(self.begin + offset, size_bytes)
+        if len(content) < size_bytes:
+            raise ValueError(f"{self.file.path} ends inside tensor {self.name}: fetch the file again")
+        return torch.frombuffer(content, dtype=self.dtype).view(num_rows, *row_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,41 +185,5 @@ def read_checkpoint(source: ModelSource) -> Iterator[StoredTensor]:
         yield from (GgufRows(tensor) for tensor in GgufFile(source.path).tensors())
         return
     for path in safetensors_files(source):
-        with path.open("rb", buffering=0) as file:
-            yield from _entries(path, file)
-
-
-def _entries(path: Path, file: io.FileIO) -> list[FileTensor]:
-    """What the header lists, in the order of the data. `safetensors_files` has checked header and file size."""
-    header_bytes = int.from_bytes(_read_exactly(file, 8), "little")
-    header: dict[str, Any] = json.loads(_read_exactly(file, header_bytes))
-    header.pop("__metadata__", None)
-    entries = [_entry(name, value, begin=8 + header_bytes, file=file, path=path) for name, value in header.items()]
-    return sorted(entries, key=lambda entry: entry.begin)
-
-
-def _read_exactly(file: io.FileIO, size_bytes: int) -> bytes:
-    pieces: list[bytes] = []
-    while size_bytes > 0 and (piece := file.read(size_bytes)):
-        pieces.append(piece)
-        size_bytes -= len(piece)
-    return b"".join(pieces)
-
-
-def _entry(name: str, value: dict[str, Any], *, begin: int, file: io.FileIO, path: Path) -> FileTensor:
-    if value["dtype"] not in DTYPES:
-        raise ValueError(f"{path}: tensor {name} has the unknown dtype {value['dtype']}: convert the model to bfloat16")
-    start, end = value["data_offsets"]
-    entry = FileTensor(name, tuple(value["shape"]), DTYPES[value["dtype"]], begin + start, file, path)
-    if end - start != _size_bytes(entry):
-        raise ValueError(
-            f"{path}: tensor {name} has {end - start} bytes, not {_size_bytes(entry)}: fetch the file again"
-        )
-    return entry
-
-
-def _size_bytes(entry: FileTensor) -> int:
-    size = entry.dtype.itemsize
-    for length in entry.shape:
-        size *= length
-    return size
+        with SafetensorsFile(path) as file:
+            yield from file.tensors()

@@ -93,9 +93,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
-    _check_names(weights, source)
+    apart = _check_names(weights, source)
     targets = _targets(weights)
-    kept = {name: _tied_view(weights, name) for name in weights.tied.values()}
+    # What stored tensors have to equal outlives the packing only where there is such a tensor.
+    kept = {weights.tied[name]: _view(weights, weights.tied[name]) for name in apart}
     bar = tqdm(
         total=len(targets),
         desc="Loading weights",
@@ -105,24 +106,21 @@ def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
         disable=not progress,
         leave=False,
     )
-    num_apart = 0
     with bar, torch.inference_mode():
         for stored in read_checkpoint(source):
             name = weights.canonical(stored.name)
-            if name in weights.tied:
-                num_apart += 1
-            elif not weights.is_ignored(name):
+            if name not in weights.tied and not weights.is_ignored(name):
                 target = _found(weights, name)
                 stored.read(target.parameter.view(target.slot), target.slot.part)
                 _finish_slot(target)
                 bar.update()
-        if num_apart:
+        if kept:
             _check_ties(weights, source, kept)
     return len(targets)
 
 
-def _check_names(weights: WeightMap, source: ModelSource) -> None:
-    """Compare names and shapes both ways before any tensor is read."""
+def _check_names(weights: WeightMap, source: ModelSource) -> set[str]:
+    """Compare names and shapes both ways before any tensor is read. -> tied tensors that are stored nevertheless"""
     faults = _Faults()
     seen: set[str] = set()
     for stored in read_checkpoint(source):
@@ -140,6 +138,7 @@ def _check_names(weights: WeightMap, source: ModelSource) -> None:
     names = [weights.checkpoint_name(target.parameter, target.slot.name) for target in _targets(weights)]
     faults.missing = [name for name in names if name not in seen]
     faults.check(source)
+    return seen & weights.tied.keys()
 
 
 def _check_ties(weights: WeightMap, source: ModelSource, kept: Mapping[str, Tensor]) -> None:
@@ -181,8 +180,7 @@ def _found(weights: WeightMap, name: str) -> Target:
     return target
 
 
-def _tied_view(weights: WeightMap, name: str) -> Tensor:
-    """The data that others are tied to. It stays in memory anyhow, as the embedding's table."""
+def _view(weights: WeightMap, name: str) -> Tensor:
     target = _found(weights, name)
     return target.parameter.view(target.slot)
 

@@ -13,6 +13,7 @@ from headrace.hub.config import eos_token_ids, read_generation_config
 from headrace.hub.source import ModelSource
 from headrace.text.load import load_tokenizer
 from headrace.text.slow_tokenizer import SlowTokenizer
+from headrace.text.template import ChatTemplate, load_chat_template
 from headrace.text.tokenizer import Tokenizer
 
 __all__ = ["TextSide", "as_tokenizer", "load_text_side"]
@@ -24,6 +25,8 @@ class TextSide:
 
     source: ModelSource
     tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    """None without a tokenizer; a model that has no template has an object that says so."""
     generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     max_input_len: int | None = None
 
@@ -38,13 +41,22 @@ class TextSide:
         )
 
 
-def load_text_side(args: LlmArgs, source: ModelSource) -> TextSide:
-    """Raises ModelError when the tokenizer can't be loaded."""
+def load_text_side(args: LlmArgs, source: ModelSource, *, chat_template: str | None = None) -> TextSide:
+    """`chat_template` is a file or a template to use instead of the model's.
+
+    Raises:
+        ModelError: the tokenizer or the template can't be loaded.
+    """
     defaults = read_generation_config(source) if args.generation_config == "auto" else {}
     limit = args.max_input_len
+    tokenizer = _load_tokenizer(args, source)
+    template = None
+    if tokenizer is not None:
+        template = load_chat_template(source, special_tokens=tokenizer.special_tokens, override=chat_template)
     return TextSide(
         source=source,
-        tokenizer=_load_tokenizer(args, source),
+        tokenizer=tokenizer,
+        template=template,
         generation_config=defaults,
         max_input_len=limit if isinstance(limit, int) else None,
     )

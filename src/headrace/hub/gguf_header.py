@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ GGUF_MAGIC = b"GGUF"
 _SUPPORTED_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
+_FINGERPRINT_BYTES = 1 << 16
 # No metadata entry is shorter (key length, type, one byte), and no tensor entry (name length, dims, type, offset).
 _MIN_ENTRY_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
@@ -74,24 +77,29 @@ class _Damaged(Exception):
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Reads everything but the tensor data.
+    """Reads everything but the tensor data. The last header is kept, since config, tokenizer and weights ask in turn.
 
     Raises:
         ModelError: not a GGUF file, an unsupported version, truncated or damaged. Found without reading tensor data.
     """
     try:
+        stat = path.stat()
         with path.open("rb") as file:
-            size_bytes = path.stat().st_size
-            magic = file.read(len(GGUF_MAGIC))
-            if magic != GGUF_MAGIC:
-                kind = "is empty" if size_bytes == 0 else "is not a GGUF file (its first bytes are not 'GGUF')"
-                raise ModelError(f"{path} {kind}: give a .gguf file, or fetch it again if the download was cut off")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read(data)
+            start = file.read(_FINGERPRINT_BYTES)
+        if not start.startswith(GGUF_MAGIC):
+            kind = "is not a GGUF file (its first bytes are not 'GGUF')" if start else "is empty"
+            raise ModelError(f"{path} {kind}: give a .gguf file, or fetch it again if the download was cut off")
+        return _read_file(path, (stat.st_size, stat.st_mtime_ns, zlib.crc32(start)))
     except _Damaged as error:
         raise ModelError(f"{path} is not usable: {error}; fetch the file again") from None
     except OSError as error:
         raise ModelError(f"{path} can't be read ({error.strerror}): check the path and its permissions") from None
+
+
+@lru_cache(maxsize=1)
+def _read_file(path: Path, fingerprint: tuple[int, int, int]) -> GgufHeader:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _read(data)
 
 
 def _read(data: mmap.mmap) -> GgufHeader:

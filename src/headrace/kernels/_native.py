@@ -3,8 +3,11 @@
 Without a compiler, or where the build fails, `library()` is None and every launcher uses its torch twin.
 
 A kernel's arguments are 64-bit integers (pointers, sizes, strides in elements, flags) and doubles. ctypes gives up
-the GIL during a call. Threads come from the OpenMP runtime that torch has loaded: it is made visible to the kernels,
-which are linked without one of their own, so that there is one pool.
+the GIL during a call.
+
+The kernels have a few threads of their own (`native/pool.c`). Torch's OpenMP pool is no base for a server: a region
+ends when every thread of the team has been scheduled, so with a core busy elsewhere each of a step's hundreds of
+regions waits for a time slice, and the threads burn the cores meanwhile.
 """
 
 from __future__ import annotations
@@ -17,19 +20,29 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["dtype_flag", "library", "num_threads", "processor_features"]
+__all__ = ["dtype_flag", "library", "num_threads", "processor_features", "set_num_threads"]
 
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
-BASE_FLAGS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-HIDDEN_FLAGS = ("-fvisibility=hidden", "-fopenmp")
+FLAGS = (
+    "-O2",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wno-psabi",
+)
 COMPILE_TIMEOUT_S = 120
 
 
@@ -37,23 +50,38 @@ COMPILE_TIMEOUT_S = 120
 def library() -> ctypes.CDLL | None:
     """The loaded kernels, built first if this machine has none yet; None where they can't be had."""
     try:
-        runtime = _openmp_runtime()
-        if runtime is not None:
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        return _declare(ctypes.CDLL(str(_built(with_openmp=runtime is not None))))
+        return _declare(ctypes.CDLL(str(_built())))
     except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:
         log.warning("CPU kernels are not compiled, slower torch code is used: %s", error)
         return None
 
 
 def num_threads() -> int:
-    """Threads that a kernel uses: torch's own setting."""
-    return torch.get_num_threads()
+    """Threads that a kernel uses, the caller's included: torch's setting unless `set_num_threads` was called."""
+    return _threads.count or torch.get_num_threads()
+
+
+def set_num_threads(count: int | None) -> None:
+    """Give the kernels a setting of their own, so that torch's can be 1 and its pool stay asleep. None: torch's."""
+    if count is not None and count < 1:
+        raise ValueError(f"{count} threads: at least 1 is needed")
+    _threads.count = count
+
+
+@dataclass
+class _Threads:
+    count: int | None = None
+
+
+_threads = _Threads()
 
 
 def dtype_flag(tensor: Tensor) -> int | None:
     """1 for bfloat16, 0 for float32, None for what the kernels don't take."""
-    return {torch.bfloat16: 1, torch.float32: 0}.get(tensor.dtype)
+    return _DTYPE_FLAGS.get(tensor.dtype)
+
+
+_DTYPE_FLAGS = {torch.bfloat16: 1, torch.float32: 0}
 
 
 @cache
@@ -62,22 +90,9 @@ def processor_features() -> frozenset[str]:
     return frozenset(word for line in _processor().splitlines() for word in line.split(":")[-1].split())
 
 
-def _openmp_runtime() -> str | None:
-    """Path of the OpenMP library that is mapped into this process (torch's)."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    for line in maps.read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
-            return path
-    return None
-
-
-def _built(*, with_openmp: bool) -> Path:
+def _built() -> Path:
     """Path of the shared library for this source, these flags and this processor."""
-    flags = [*BASE_FLAGS, *HIDDEN_FLAGS] if with_openmp else [*BASE_FLAGS, HIDDEN_FLAGS[0]]
-    flags += _machine_flags()
+    flags = [*FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
     sources = sorted(SOURCES.glob("*.c"))
     digest = hashlib.sha256()
     for path in [*sources, *sorted(SOURCES.glob("*.h"))]:
@@ -101,8 +116,7 @@ def _build(sources: list[Path], flags: list[str], target: Path) -> None:
         objects = [Path(scratch) / f"{path.stem}.o" for path in sources]
         _run([[compiler, *flags, "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects)])
         linked = Path(scratch) / target.name
-        # Without -fopenmp here, the linker adds no OpenMP runtime of its own.
-        _run([[compiler, "-shared", *map(str, objects), "-o", str(linked), "-lm"]])
+        _run([[compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked), "-lm"]])
         os.replace(linked, target)
 
 
@@ -124,10 +138,6 @@ def _run(commands: list[list[str]]) -> None:
 def _first_error(output: str) -> str:
     lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()
     return lines[0] if lines else "no message"
-
-
-def _machine_flags() -> list[str]:
-    return ["-mcpu=native"] if platform.machine() == "aarch64" else ["-march=native"]
 
 
 def _processor() -> str:

@@ -27,7 +27,7 @@ def act_mul(x: Tensor, kind: Activation) -> Tensor:
     Returns:
         [tokens, features] in x's dtype; the activation is rounded to it before the product.
     """
-    native = library() if x.device.type == "cpu" else None
+    native = library() if x.is_cpu else None
     half = dtype_flag(x)
     if native is None or half is None or kind not in _NATIVE_KINDS or x.stride(-1) != 1:
         return act_mul_twin(x, kind)

@@ -18,7 +18,7 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, write_slots
         write_slots: [tokens] int64, block * block_size + offset. Several tokens may share a slot of the dummy
             block 0 only; which of them stays there is undefined.
     """
-    native = library() if k.device.type == "cpu" else None
+    native = library() if k.is_cpu else None
     half, cache_half = dtype_flag(k), dtype_flag(k_cache)
     if native is None or half is None or cache_half is None or not _is_plain(k, v, k_cache, v_cache):
         kv_write_twin(k, v, k_cache, v_cache, write_slots, block_size)

@@ -27,7 +27,7 @@ def paged_attention(q: Tensor, cache_k: Tensor, cache_v: Tensor, step: PackedRow
     Returns:
         [tokens, heads, dim] in q's dtype. A softmax without a visible token is zero.
     """
-    native = library() if q.device.type == "cpu" else None
+    native = library() if q.is_cpu else None
     if native is None or not _is_plain(q, cache_k, cache_v):
         return paged_attention_twin(q, cache_k, cache_v, step, spec)
     num_heads, head_dim = q.shape[1:]

@@ -25,7 +25,7 @@ def rms_norm(
     Returns:
         [tokens, features] in x's dtype; with a residual, also x + residual. A row's result depends on that row only.
     """
-    native = library() if x.device.type == "cpu" else None
+    native = library() if x.is_cpu else None
     half, weight_half = dtype_flag(x), dtype_flag(weight)
     if native is None or half is None or weight_half is None or weight_half > half or x.stride(-1) != 1:
         return rms_norm_twin(x, weight, eps, residual=residual, plus_one=plus_one)

@@ -22,7 +22,7 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: b
     Returns:
         q and k rotated, in their own dtypes; the caller must not use the arguments any more.
     """
-    native = library() if q.device.type == "cpu" else None
+    native = library() if q.is_cpu else None
     half = dtype_flag(q)
     if native is None or half is None or q.stride(-1) != 1 or k.stride(-1) != 1:
         return apply_rope_twin(q, k, cos, sin, interleaved=interleaved)

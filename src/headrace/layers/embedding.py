@@ -29,7 +29,7 @@ class VocabShare:
 
 
 class Embedding:
-    """Token ids to hidden states."""
+    """Token ids to hidden states. With a tied head, it reads its rows from the head's prepared weight."""
 
     def __init__(
         self,
@@ -44,35 +44,40 @@ class Embedding:
         self.vocab_size = vocab_size
         self.parallel = parallel
         self.share = VocabShare(vocab_size, parallel)
-        self.dtype = dtype
         self._weight = self.share.parameter(
             f"{name}.weight", hidden_size, vocab_size=vocab_size, dtype=dtype, device=device
         )
         self._table: Tensor | None = None
-        self._tied: list[Head] = []
+        self._tied: Head | None = None
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         return (self._weight,)
 
     def finish(self) -> None:
-        self._table = self._weight.take()
-        for head in self._tied:
-            head.tie(self._table)
+        if self._tied is None:
+            self._table = self._weight.take()
+        else:
+            self._tied.prepare(self._weight.take())
 
     def tie(self, head: Head) -> None:
-        """Make `head` multiply with this embedding's table."""
-        self._tied.append(head)
+        """Give this embedding's table to `head`."""
+        self._tied = head
 
     def __call__(self, ids: Tensor) -> Tensor:
         """[tokens] -> [tokens, hidden], summed over ranks"""
-        assert self._table is not None, f"{self._weight.name} is not loaded"
         if self.parallel.size == 1:
-            return F.embedding(ids, self._table)
+            return self._rows(ids)
         local = ids - self.share.start
         mine = (local >= 0) & (local < self.share.num_rows)
-        rows = F.embedding(local.where(mine, 0), self._table)
-        return self.parallel.collectives.all_reduce(rows.masked_fill(~mine.unsqueeze(-1), 0))
+        rows = self._rows(local.where(mine, 0)).masked_fill(~mine.unsqueeze(-1), 0)
+        return self.parallel.collectives.all_reduce(rows)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        if self._tied is not None:
+            return self._tied.rows(ids)
+        assert self._table is not None, f"{self._weight.name} is not loaded"
+        return F.embedding(ids, self._table)
 
 
 class Head:
@@ -110,16 +115,24 @@ class Head:
 
     def finish(self) -> None:
         assert self._weight is not None
-        self._prepared = self.recipe.prepare(self._weight.take(), None)
+        self.prepare(self._weight.take())
 
-    def tie(self, table: Tensor) -> None:
+    def prepare(self, table: Tensor) -> None:
+        """Take the weight: this head's own, or the embedding's that it is tied to."""
         self._prepared = self.recipe.prepare(table, None)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight. ids: [n] -> [n, hidden]"""
+        return self.recipe.rows(self._ready(), ids)
 
     def __call__(self, act: Act) -> Tensor:
         """[rows, hidden] -> float32 logits [rows, vocab], gathered over ranks"""
-        assert self._prepared is not None, f"{self.name} is not loaded"
-        local = self.recipe.linear(act, self._prepared)
-        logits = self.parallel.collectives.all_gather(local, -1)[:, : self.vocab_size].float()
+        local = self.recipe.linear(act, self._ready(), out_dtype=torch.float32)
+        logits = self.parallel.collectives.all_gather(local, -1)[:, : self.vocab_size]
         if self.soft_cap is not None:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits
+
+    def _ready(self) -> PreparedWeight:
+        assert self._prepared is not None, f"{self.name} is not loaded"
+        return self._prepared

@@ -6,6 +6,8 @@ part of that this rank keeps. A model declares a `WeightMap`: names only. The lo
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +16,9 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+MAPPED_BYTES = 1 << 20
+"""From this size on a parameter on the CPU has a mapping of its own."""
 
 Init = Literal["normal", "zero", "one"]
 
@@ -81,10 +86,7 @@ class Parameter:
 
     @property
     def size_bytes(self) -> int:
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_loaded(self) -> bool:
@@ -104,7 +106,7 @@ class Parameter:
     def view(self, slot: Slot) -> Tensor:
         """The place to write a slot's part to."""
         if self._data is None:
-            self._data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self._data = _zeros(self.shape, self.dtype, self.device)
         offset = 0
         for other in self.slots:
             if other is slot:
@@ -120,6 +122,18 @@ class Parameter:
         assert self._data is not None and self.is_loaded, self.name
         data, self._data = self._data, None
         return data
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; large ones on the CPU in a mapping of their own.
+
+    Most of these leave again when a recipe packs them. From the allocator's heap they would leave holes that count as
+    memory beside the weights; a mapping is given back whole, and takes memory only where it was written.
+    """
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size_bytes < MAPPED_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=dtype).view(shape)
 
 
 class Loadable(Protocol):

@@ -159,6 +159,8 @@ def _text_config(config: HfConfig) -> tuple[HfConfig, bool]:
 def _rope_settings(config: HfConfig, kind: str) -> RopeSettings:
     """`rope_parameters` by layer type; older configs scale full layers only and name the local base apart."""
     if "rope_parameters" in config:
+        if FULL not in config["rope_parameters"] and SLIDING not in config["rope_parameters"]:
+            raise ValueError(f"{config.place}: rope_parameters must be given by layer type ({FULL}, {SLIDING})")
         return rope_settings(config, layer_type=kind, default_theta=GLOBAL_THETA if kind == FULL else LOCAL_THETA)
     if kind == FULL:
         return rope_settings(config, default_theta=GLOBAL_THETA)

@@ -17,6 +17,9 @@ WAIT_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads at a barrier sleep: a spinning one would hold the core that the last thread needs."""
 
 
+STDIN = 0
+
+
 def start_child(module: str, order: bytes, *, capture_stderr: bool = False) -> subprocess.Popen[bytes]:
     """`python -m module`, with `order` and a newline on its standard input."""
     child = subprocess.Popen(
@@ -33,15 +36,25 @@ def start_child(module: str, order: bytes, *, capture_stderr: bool = False) -> s
 
 
 def read_order() -> bytes:
-    """In the child: the line that `start_child` wrote."""
-    return sys.stdin.buffer.readline()
+    """In the child: the line that `start_child` wrote.
+
+    Read from the descriptor: a buffered reader that a daemon thread still holds stops the interpreter's end.
+    """
+    data = b""
+    while not data.endswith(b"\n"):
+        part = os.read(STDIN, 1 << 16)
+        if not part:
+            raise EOFError("the parent ended before it said what to do")
+        data += part
+    return data
 
 
 def end_with_parent() -> None:
     """In the child: exit at once when the parent's end of standard input closes."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(STDIN, 1 << 16):
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, name="headrace-parent-watch", daemon=True).start()

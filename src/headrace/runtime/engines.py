@@ -7,6 +7,7 @@ from headrace.engine.engine import Engine
 from headrace.hub.source import ModelSource
 from headrace.runtime.ranks import RankGroup
 from headrace.seam import EnginePort
+from headrace.text.load import load_tokenizer
 
 
 def make_engine(args: LlmArgs, source: ModelSource) -> EnginePort:
@@ -18,8 +19,6 @@ def make_engine(args: LlmArgs, source: ModelSource) -> EnginePort:
 
 def tokenizer_size(args: LlmArgs, source: ModelSource) -> int | None:
     """Ids the tokenizer knows: what lies beyond in a padded embedding is never sampled."""
-    from headrace.text.tokenizer import load_tokenizer
-
     if args.tokenizer is not None and not isinstance(args.tokenizer, str):
         return None
     return load_tokenizer(args.tokenizer or source, mode=args.tokenizer_mode).vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -42,6 +43,7 @@ def main() -> int:
     except BaseException as error:  # the front ends are told, then the process ends
         told = failed(error)
         link.greet(told)
+        log.error("%s", told.message)
         log.debug("%s", told.traceback)
         return 2 if told.bad_input else 1
     finally:
@@ -57,6 +59,10 @@ def run(order: RuntimeOrder, link: Any) -> None:
 
     args, source = unpack_args(order.args), unpack_source(order.source)
     core = open_core(args, make_engine(args, source))
+    # What lives as long as the process is not searched for garbage again: a full collection would stall a step.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(args.garbage_collection_gen0_threshold)
     try:
         link.greet(Ready(model_info(args, source, core, started_s=started_s)))
         core.loop(args, link).run()

@@ -137,7 +137,7 @@ class Sampler:
         Args:
             logits: float32 [rows, vocab], contiguous. Working memory: written to.
             slots: int64 [rows]. No slot stands in two rows.
-            lengths: int64 [rows], tokens of the sequence (prompt and output) before the sampled one.
+            lengths: int64 or int32 [rows], tokens of the sequence (prompt and output) before the sampled one.
             row_flags: the seam's row flags [rows], on the host; None is no HOST_TOKEN.
             host_slots: the same numbers as `slots`, on the host; without them they are read back.
         """
@@ -173,7 +173,7 @@ class Sampler:
         host = _host_slots(slots, host_slots)
         features = self.state.features[host]
         any_features = int(np.bitwise_or.reduce(features, initial=0))
-        step = _Step(host, features, any_features, self.state.rows(slots), lengths, pending)
+        step = _Step(host, features, any_features, self.state.rows(slots), lengths.long(), pending)
         self._mask_padding(logits)
         raw = self._keep_raw(step, logits)
         if any_features & ALTERED:

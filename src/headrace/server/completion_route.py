@@ -46,9 +46,8 @@ class CompletionRoute:
                  "finish_reason": None}  # fmt: skip
         if answer.logprobs is not None:
             collector = choice.collector
-            entry["logprobs"] = completion_logprobs(
-                answer.tokenizer, collector.prompt, self._prompt_entries(collector), answer.logprobs, offset=0
-            )
+            entries = self._prompt_entries(collector)
+            entry["logprobs"] = self._lists(choice, collector.prompt, entries, answer.logprobs, offset=0)
         return self._event(entry, choice)
 
     def piece(self, choice: Choice, prompt: int, *, parts_from: int, tokens_from: int) -> bytes:
@@ -106,7 +105,7 @@ class CompletionRoute:
             if answer.echo is not None:
                 ids = [*collector.prompt, *ids]
                 entries = [*self._prompt_entries(collector), *entries]
-            shown["logprobs"] = completion_logprobs(answer.tokenizer, ids, entries, answer.logprobs, offset=0)
+            shown["logprobs"] = self._lists(choice, ids, entries, answer.logprobs, offset=0)
         if answer.prompt_logprobs:
             shown["prompt_logprobs"] = prompt_logprobs(answer.tokenizer, collector.prompt_logprobs or [])
         if answer.return_token_ids:
@@ -121,7 +120,15 @@ class CompletionRoute:
         before = len(answer.echo[prompt]) if answer.echo is not None else 0
         before += sum(len(part) for part in choice.parts[:parts_from])
         ids, entries = choice.token_ids[tokens_from:], choice.logprobs[tokens_from:]
-        return completion_logprobs(answer.tokenizer, ids, entries, answer.logprobs, offset=before)
+        return self._lists(choice, ids, entries, answer.logprobs, offset=before)
+
+    def _lists(
+        self, choice: Choice, ids: Sequence[int], entries: Sequence[Logprobs | None], count: int, *, offset: int
+    ) -> dict[str, Any]:
+        tokenizer = self._answer.tokenizer
+        skips = choice.collector.params.skip_special_tokens
+        hidden = tokenizer.special_ids if tokenizer is not None and skips else frozenset[int]()
+        return completion_logprobs(tokenizer, ids, entries, count, offset=offset, hidden=hidden)
 
     @staticmethod
     def _prompt_entries(collector: Collector) -> list[Logprobs | None]:

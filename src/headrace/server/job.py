@@ -63,9 +63,12 @@ class Job:
         if self.ended:
             return Written(b"", True)
         try:
-            written = self._failure(collector)
+            done = all(other.is_done for other in self.collectors)
+            # One message may end several prompts, and the first of them to be written closes the answer.
+            fresh = self.collectors if done else [collector]
+            written = self._failure(fresh)
             if written is None:
-                written = self._stream(collector) if self.answer.stream else self._whole()
+                written = self._stream(fresh, done=done) if self.answer.stream else self._whole(done=done)
         except Exception:
             log.exception("request %s could not be written", self.answer.id)
             written = self.fail("internal error", status=500)
@@ -81,33 +84,32 @@ class Job:
         log.error("request %s failed: %s", self.answer.id, message)
         return Written(b"", True, RequestError(message, code=code, status=status))
 
-    def _failure(self, collector: Collector) -> Written | None:
+    def _failure(self, collectors: list[Collector]) -> Written | None:
         """An error of one prompt is the whole request's; one that timed out without a token is an error too."""
-        if collector.error:
-            return self.fail(collector.error, code="request_failed")
-        if collector.is_done and not self._begun and all(_is_late(choice) for choice in collector.choices):
-            return self.fail("the request timed out before it produced a token", status=504, code="timeout")
+        for collector in collectors:
+            if collector.error:
+                return self.fail(collector.error, code="request_failed")
+            if collector.is_done and not self._begun and all(_is_late(choice) for choice in collector.choices):
+                return self.fail("the request timed out before it produced a token", status=504, code="timeout")
         return None
 
-    def _whole(self) -> Written:
-        if not all(collector.is_done for collector in self.collectors):
-            return Written(b"", False)
-        return Written(self._route.response(self.collectors), True)
+    def _whole(self, *, done: bool) -> Written:
+        return Written(self._route.response(self.collectors), True) if done else Written(b"", False)
 
-    def _stream(self, collector: Collector) -> Written:
-        prompt = self.collectors.index(collector) if len(self.collectors) > 1 else 0
+    def _stream(self, collectors: list[Collector], *, done: bool) -> Written:
         pieces: list[bytes] = []
-        for choice, cursor in zip(collector.choices, self._cursors[id(collector)]):
-            if not cursor.closed:
-                self._write_choice(choice, prompt, cursor, pieces)
-        if not all(other.is_done for other in self.collectors):
-            data = b"".join(pieces)
-            self._begun = self._begun or bool(data)
-            return Written(data, False)
-        if self.answer.include_usage:
-            pieces.append(self._route.usage(self.answer.total_usage(self.collectors)))
-        pieces.append(DONE)
-        return Written(b"".join(pieces), True)
+        for collector in collectors:
+            prompt = self.collectors.index(collector) if len(self.collectors) > 1 else 0
+            for choice, cursor in zip(collector.choices, self._cursors[id(collector)]):
+                if not cursor.closed:
+                    self._write_choice(choice, prompt, cursor, pieces)
+        if done:
+            if self.answer.include_usage:
+                pieces.append(self._route.usage(self.answer.total_usage(self.collectors)))
+            pieces.append(DONE)
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._begun = self._begun or bool(data)
+        return Written(data, done)
 
     def _write_choice(self, choice: Choice, prompt: int, cursor: _Cursor, pieces: list[bytes]) -> None:
         num_new = len(choice.token_ids) - cursor.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,22 +52,31 @@ def _named(tokenizer: Tokenizer | None, token_id: int, value: float) -> dict[str
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer | None, ids: Sequence[int], entries: Sequence[Logprobs | None], count: int, *, offset: int
+    tokenizer: Tokenizer | None,
+    ids: Sequence[int],
+    entries: Sequence[Logprobs | None],
+    count: int,
+    *,
+    offset: int,
+    hidden: frozenset[int],
 ) -> dict[str, Any]:
     """The four parallel lists. Different tokens of one name are told apart by a suffix ` (id N)`.
 
     Args:
         offset: characters of the choice's text before the first of these tokens.
+        hidden: ids that have no part in the text.
     """
+    assert tokenizer is not None
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     offsets: list[int] = []
     for token_id, entry in zip(ids, entries):
-        name = token_name(tokenizer, token_id)
-        tokens.append(name)
+        tokens.append(token_name(tokenizer, token_id))
         offsets.append(offset)
-        offset += len(name) if not name.startswith("bytes:") else 0
+        if token_id not in hidden:
+            offset += len(utf8.decode(tokenizer.token_bytes(token_id) or b""))
         values.append(None if entry is None else floored(entry.values[0]))
         tops.append(None if entry is None else _top(tokenizer, entry, count))
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops if count else None, "text_offset": offsets}

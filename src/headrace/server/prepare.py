@@ -15,7 +15,7 @@ from headrace.server.bodies import ChatBody, CompletionBody, GenerationBody, par
 from headrace.server.errors import model_not_found
 from headrace.server.messages import plain_messages
 from headrace.server.params import chat_params, completion_params
-from headrace.text.chat import ChatTemplate
+from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.types import Request
 
@@ -104,11 +104,8 @@ class Kitchen:
 
     def _chat_prompt(self, body: ChatBody) -> list[int]:
         if self.template is None or self.tokenizer is None:
-            raise RequestError(
-                "this model has no chat template: start the server with --chat_template, or use /v1/completions",
-                param="messages",
-                code="no_chat_template",
-            )
+            raise RequestError("a chat needs a tokenizer and this engine has none: send ids to /v1/completions",
+                               param="messages")  # fmt: skip
         variables = dict(body.chat_template_kwargs or {})
         if "chat_template" in variables:
             raise RequestError("a request may not bring a chat template", param="chat_template_kwargs")
@@ -117,7 +114,7 @@ class Kitchen:
             text = self.template.render(
                 plain_messages(body.messages),
                 add_generation_prompt=True if generate is None else generate,
-                variables=variables,
+                extra=variables,
             )
             # The template writes BOS itself, so the tokenizer must not.
             return self.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
@@ -178,7 +175,7 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
             return items
         if _are_ids(items):
             return [items]
-        if all(isinstance(item, list) and _are_ids(item) for item in items):
+        if all(isinstance(item, list) and _are_ids(cast("list[Any]", item)) for item in items):
             return items
     raise RequestError(
         "prompt must be text, a list of texts, a list of token ids, or a list of lists of token ids", param="prompt"

@@ -250,21 +250,3 @@ EXPORT void hr_kv_write(const void *k, const void *v, void *k_cache, void *v_cac
                            (int)cache_is_half};
     for_rows(num_rows, heads * dim * 2, threads, write_row_any, &job);
 }
-
-/* ---- threads ---- */
-
-/* How many threads a region of num_threads really gets. */
-struct census {
-    int64_t seen;
-};
-static void count_thread(void *context, int64_t unit, int thread) {
-    (void)unit;
-    __atomic_fetch_or(&((struct census *)context)->seen, (int64_t)1 << thread, __ATOMIC_RELAXED);
-    /* Long enough that one thread can't take all units before the others have woken. */
-    for (volatile int i = 0; i < 2000000; i++) {}
-}
-EXPORT int64_t hr_count_threads(int64_t num_threads) {
-    struct census census = {0};
-    run_units(num_threads * 8, (int)num_threads, count_thread, &census);
-    return __builtin_popcountll((unsigned long long)census.seen);
-}

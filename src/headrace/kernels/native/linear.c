@@ -5,10 +5,17 @@
  * A pair in one 32-bit word is what the bfloat16 dot instructions take, and two operations widen it without them.
  *
  * An output is the sum over blocks of BLOCK input features, in order, of a sum that adds one input feature (one pair
- * with bfloat16 instructions) after another. No variant below changes that order, so the number of rows, their place
- * in the batch and the number of threads leave no trace. Tiling after Goto and van de Geijn (2008).
+ * with bfloat16 dot instructions) after another; with matrix tiles (AMX) it is the sum that those make of TILE_IN
+ * features at a time. A machine uses one of these for any number of rows, so the rows of a batch, their place in it
+ * and the number of threads leave no trace. Tiling after Goto and van de Geijn (2008).
  */
+#define _GNU_SOURCE
 #include "common.h"
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define COLUMNS (2 * LANES)
 #define BLOCK 256
@@ -21,10 +28,17 @@
 /* From this many rows on it pays to widen a block of a bfloat16 panel once instead of in every register tile. */
 #define WIDEN_ROWS (2 * MAX_ROWS)
 
-enum { WIDE, HALF, HALF_DOT }; /* float32 weights, bfloat16 weights, bfloat16 weights and activations with dot */
+#if defined(__AMX_BF16__)
+#define INPUTS 32 /* what the inputs are padded to a multiple of */
+#else
+#define INPUTS 2
+#endif
+
+/* Weights in float32, or in bfloat16; then with activations in float32, or in bfloat16 for dot instructions or tiles. */
+enum { WIDE, HALF, HALF_DOT, HALF_TILE };
 
 struct product {
-    const void *x; /* [rows, padded inputs]: bfloat16 for HALF_DOT, else float32 */
+    const void *x; /* [rows, padded inputs]: bfloat16 for HALF_DOT and HALF_TILE, else float32 */
     const void *weight;
     const float *bias; /* or NULL */
     void *out;
@@ -151,6 +165,96 @@ static void write_sums(const struct product *p, const float *sums, int64_t first
     }
 }
 
+#if defined(__AMX_BF16__)
+#define TILE_ROWS 16
+#define TILE_IN 32
+/* How far ahead of the tiles a panel is fetched when it is read for a few rows only. */
+#define FETCH_BYTES 8192
+
+struct tile_shapes {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} __attribute__((aligned(64)));
+
+/* Tiles 0 to 3 are sums: upper and lower rows, left and right half of the panel. 4 and 5 hold x, 6 and 7 the panel. */
+INLINE void shape_tiles(int upper, int lower) {
+    struct tile_shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64;
+    shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = (uint8_t)upper;
+    shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = (uint8_t)(lower > 0 ? lower : 1);
+    shapes.rows[6] = shapes.rows[7] = TILE_ROWS;
+    _tile_loadconfig(&shapes);
+}
+
+/* sums[rows, COLUMNS] = x[rows, inputs] times a panel, for up to 2 * TILE_ROWS rows. */
+INLINE void multiply_tiles(const uint16_t *x, int64_t x_stride, const uint16_t *weight, int64_t padded_in, float *sums,
+                           const int has_lower, const int fetches) {
+    const int64_t pair_bytes = COLUMNS * 4, x_bytes = x_stride * 2;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < padded_in; i += TILE_IN) {
+        const uint16_t *w = weight + i * COLUMNS;
+        if (fetches)
+            for (int line = 0; line < TILE_IN * COLUMNS * 2; line += 64)
+                _mm_prefetch((const char *)w + FETCH_BYTES + line, _MM_HINT_T0);
+        _tile_loadd(6, w, pair_bytes);
+        _tile_loadd(7, w + TILE_IN, pair_bytes);
+        _tile_loadd(4, x + i, x_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (has_lower) {
+            _tile_loadd(5, x + TILE_ROWS * x_stride + i, x_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, COLUMNS * 4);
+    _tile_stored(1, sums + LANES, COLUMNS * 4);
+    if (has_lower) {
+        _tile_stored(2, sums + TILE_ROWS * COLUMNS, COLUMNS * 4);
+        _tile_stored(3, sums + TILE_ROWS * COLUMNS + LANES, COLUMNS * 4);
+    }
+}
+
+static void tile_unit(const struct product *p, int64_t panel, int64_t first_row, int64_t num_rows, float *sums) {
+    const uint16_t *weight = (const uint16_t *)p->weight + panel * p->padded_in * COLUMNS;
+    for (int64_t row = 0; row < num_rows; row += 2 * TILE_ROWS) {
+        int rows = num_rows - row < 2 * TILE_ROWS ? (int)(num_rows - row) : 2 * TILE_ROWS;
+        const uint16_t *x = (const uint16_t *)p->x + (first_row + row) * p->x_stride;
+        shape_tiles(rows < TILE_ROWS ? rows : TILE_ROWS, rows - TILE_ROWS);
+        if (rows > TILE_ROWS) multiply_tiles(x, p->x_stride, weight, p->padded_in, sums + row * COLUMNS, 1, 0);
+        else if (p->num_rows > TILE_ROWS)
+            multiply_tiles(x, p->x_stride, weight, p->padded_in, sums + row * COLUMNS, 0, 0);
+        else multiply_tiles(x, p->x_stride, weight, p->padded_in, sums + row * COLUMNS, 0, 1);
+    }
+    _tile_release(); /* else every switch of threads saves eight kilobytes */
+    write_sums(p, sums, first_row, num_rows, panel * COLUMNS, COLUMNS);
+}
+
+/* Linux hands out the tiles' registers on request, to a process and its threads. */
+static int has_tiles;
+__attribute__((constructor)) static void ask_for_tiles(void) {
+    const int request_permission = 0x1023, tile_data = 18;
+    has_tiles = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+#endif
+
+/* How this machine multiplies with these types. */
+static int choose_mode(int is_half, int packed_is_half) {
+    if (!packed_is_half) return WIDE;
+    if (!is_half) return HALF;
+#if defined(__AMX_BF16__) /* such processors have slow dot instructions */
+    return has_tiles ? HALF_TILE : HALF;
+#elif defined(__AVX512BF16__)
+    return HALF_DOT;
+#else
+    return HALF;
+#endif
+}
+
 /* Some rows times one or two panels: the rows are cut into register tiles of nearly equal height. */
 static void product_unit(void *context, int64_t unit, int thread) {
     const struct product *p = context;
@@ -159,9 +263,15 @@ static void product_unit(void *context, int64_t unit, int thread) {
     int64_t panel = unit / p->row_units * p->panels_a_unit, panels = p->panels_a_unit;
     if (panel * COLUMNS + COLUMNS >= p->out_features) panels = 1;
     int64_t width = panels * COLUMNS, panel_stride = p->padded_in * COLUMNS;
+    float *sums = p->scratch + thread * p->scratch_floats, *widened = sums + SUM_FLOATS;
+#if defined(__AMX_BF16__)
+    if (p->mode == HALF_TILE) {
+        tile_unit(p, panel, first_row, num_rows, sums);
+        return;
+    }
+#endif
     int half = p->mode != WIDE, widens = p->mode == HALF && num_rows >= WIDEN_ROWS;
     int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    float *sums = p->scratch + thread * p->scratch_floats, *widened = sums + SUM_FLOATS;
 
     for (int64_t i = 0; i < p->padded_in; i += BLOCK) {
         int64_t count = p->padded_in - i < BLOCK ? p->padded_in - i : BLOCK;
@@ -184,7 +294,7 @@ static void product_unit(void *context, int64_t unit, int thread) {
     write_sums(p, sums, first_row, num_rows, panel * COLUMNS, width);
 }
 
-static int64_t padded_inputs(int64_t in) { return (in + 1) / 2 * 2; }
+static int64_t padded_inputs(int64_t in) { return (in + INPUTS - 1) / INPUTS * INPUTS; }
 
 /* Elements of a packed weight. */
 EXPORT int64_t hr_linear_packed_size(int64_t out_features, int64_t in) {
@@ -243,7 +353,7 @@ EXPORT void hr_linear_rows(const void *packed, const int64_t *ids, void *out, in
     }
 }
 
-/* x as the tiles read it: whole pairs of inputs, float32 unless the dot instructions take it as it is. */
+/* x with its inputs padded, in the type that the mode reads. */
 static void *copy_inputs(const void *x, int64_t num_rows, int64_t in, int64_t stride, int is_half, int to_half) {
     int64_t padded = padded_inputs(in);
     char *copy = aligned_alloc(64, (num_rows * padded * (to_half ? 2 : 4) + 63) / 64 * 64);
@@ -267,19 +377,16 @@ EXPORT int64_t hr_linear(const void *x, const void *packed, const float *bias, v
     if (num_rows == 0) return 0;
     struct product p = {.x = x, .weight = packed, .bias = bias, .out = out, .num_rows = num_rows, .in = in,
                         .padded_in = padded_inputs(in), .out_features = out_features, .x_stride = x_stride,
-                        .out_stride = out_features, .mode = packed_is_half ? HALF : WIDE,
+                        .out_stride = out_features, .mode = choose_mode((int)is_half, (int)packed_is_half),
                         .out_is_half = (int)out_is_half, .scratch_floats = SUM_FLOATS + WIDENED_FLOATS};
-#if defined(__AVX512BF16__)
-    if (packed_is_half && is_half) p.mode = HALF_DOT;
-#endif
     void *copy = NULL;
-    int to_half = p.mode == HALF_DOT;
+    int to_half = p.mode == HALF_DOT || p.mode == HALF_TILE;
     if (is_half != to_half || in != p.padded_in) {
         copy = copy_inputs(x, num_rows, in, x_stride, (int)is_half, to_half);
         p.x = copy, p.x_stride = p.padded_in;
     }
     int64_t num_panels = (out_features + COLUMNS - 1) / COLUMNS;
-    p.panels_a_unit = num_rows <= 3 ? 2 : 1;
+    p.panels_a_unit = num_rows <= 3 && p.mode != HALF_TILE ? 2 : 1;
     p.row_units = (num_rows + ROWS_A_UNIT - 1) / ROWS_A_UNIT;
     p.scratch = aligned_alloc(64, sizeof(float) * p.scratch_floats * threads);
     int ready = p.x && p.scratch;

@@ -144,3 +144,25 @@ void run_units(int64_t num_units, int num_threads, unit_body body, void *context
     }
     __atomic_store_n(&pool.busy, 0, __ATOMIC_RELEASE);
 }
+
+/* ---- how many threads work on units ---- */
+
+struct census {
+    int64_t seen, wanted;
+};
+static void count_thread(void *context, int64_t unit, int thread) {
+    (void)unit;
+    struct census *census = context;
+    __atomic_fetch_or(&census->seen, (int64_t)1 << thread, __ATOMIC_RELAXED);
+    for (int wait = 0; wait < 50000; wait++) {
+        int64_t seen = __atomic_load_n(&census->seen, __ATOMIC_RELAXED);
+        if (__builtin_popcountll((unsigned long long)seen) >= census->wanted) return;
+        usleep(100);
+    }
+}
+/* Threads that a job of num_threads really gets, once all have had five seconds to wake. */
+EXPORT int64_t hr_count_threads(int64_t num_threads) {
+    struct census census = {0, num_threads};
+    run_units(num_threads * 8, (int)num_threads, count_thread, &census);
+    return __builtin_popcountll((unsigned long long)census.seen);
+}
