@@ -77,6 +77,8 @@ def made(**arguments: Any) -> Resolved:
          "cache_transceiver_config.enable_pipelined_transfer"),
         ({"cache_transceiver_config": PIPELINED, "kv_cache_config": {"block_reuse_config": {"policy": "per_request"}}},
          "cache_transceiver_config.enable_pipelined_transfer"),
+        ({"kv_cache_config": {"disk_cache_size": 1, "disk_cache_path": "/no/such/folder"}},
+         "kv_cache_config.disk_cache_path"),
         ({"max_seq_len": 10, "max_input_len": 11}, "max_input_len"),
     ],
 )  # fmt: skip

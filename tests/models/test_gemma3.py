@@ -111,7 +111,9 @@ def test_embedding_scale_is_rounded_to_the_dtype(tmp_path: Path) -> None:
     assert torch.equal(model.embed(ids), want)
 
 
-def multimodal(folder: Path, *, prefix: str, head_prefix: str, text_changes: dict[str, Any], top: dict[str, Any]) -> None:
+def multimodal(
+    folder: Path, *, prefix: str, head_prefix: str, text_changes: dict[str, Any], top: dict[str, Any]
+) -> None:
     """Turn a text checkpoint into what multimodal ones look like."""
     config = json.loads((folder / "config.json").read_text())
     text = {**config, **text_changes}

@@ -98,7 +98,9 @@ def test_old_rope_keys(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     keys = dict(config.pop("rope_parameters"))
     theta, kind = keys.pop("rope_theta"), keys.pop("rope_type")
-    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_theta": theta, "rope_scaling": {"type": kind, **keys}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "rope_theta": theta, "rope_scaling": {"type": kind, **keys}})
+    )
     model, _ = load_model(case.source)
     (logits,) = Sequences(model).step([(Row(), prompt(20))])
     assert_close(logits, case.logits(prompt(20)), "old keys")

@@ -10,7 +10,9 @@ from tokenizers import AddedToken
 from headrace.hub.errors import ModelError
 from headrace.hub.source import resolve_model
 from headrace.text.byte_level import BYTE_OF_CHARACTER, CHARACTER_OF_BYTE, bytes_of_token
+from headrace.text.detokenizer import Detokenizer
 from headrace.text.load import load_tokenizer
+from headrace.text.slow_tokenizer import from_transformers
 from headrace.text.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, encode_prompt
 from tests.text.corpus import CORPUS
 from tests.text.tiny_tokenizers import byte_level, byte_level_backend, sentencepiece_tokenizer, words
@@ -176,6 +178,26 @@ def test_python_tokenizers_of_transformers(tmp_path: Path) -> None:
             assert ours.encode(text) == ids
             assert ours.decode([*ids, 10**6]) == text
         assert ours.token_bytes(theirs.encode("a")[0]) == b"a"
+
+
+def test_a_tokenizer_object_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_backend(), bos_token="<s>", eos_token="</s>", truncation_side="left"
+    )
+    theirs.backend_tokenizer.enable_truncation(3)
+    fast, slow = from_transformers(theirs), from_transformers(theirs, use_fast=False)
+    assert (fast.is_fast, slow.is_fast) == (True, False)
+    assert theirs.backend_tokenizer.truncation is not None, "the caller's object stays as it was"
+    theirs.backend_tokenizer.no_truncation()
+    for tokenizer in (fast, slow):
+        assert (tokenizer.bos_id, tokenizer.eos_ids) == (theirs.bos_token_id, {theirs.eos_token_id})
+        for text in CORPUS:
+            ids = theirs.encode(text)
+            assert tokenizer.encode(text) == ids
+            detokenizer = Detokenizer(tokenizer)
+            streamed = "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.flush()
+            assert streamed == theirs.decode(ids, skip_special_tokens=True)
 
 
 def test_a_raw_prompt_never_gets_two_bos() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import SecretStr, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
 from headrace.config.base import ConfigModel, deprecated, prototype, stable
@@ -125,7 +125,7 @@ class DisaggConfig(ConfigModel):
     subagent_affinity_scope: Literal["context", "both"] = prototype(
         "context", "Groups that keep conversations together."
     )
-    internal_request_auth_key: str | None = prototype(None, "Key between the servers.", min_length=1)
+    internal_request_auth_key: SecretStr | None = prototype(None, "Key between the servers.", min_length=1)
 
     @model_validator(mode="before")
     @classmethod

@@ -97,6 +97,7 @@ def resolve(
     Raises:
         ConfigError: with a line for each problem.
     """
+    assert config is None or arguments is None, "the Python API has no file"
     draft = _Draft(read_document(config) if config is not None else Document("", {}))
     _take_file(draft)
     for name, value in (arguments or {}).items():

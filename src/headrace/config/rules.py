@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from headrace.config.base import ConfigModel, label_of
@@ -194,6 +195,12 @@ def _transfer(args: LlmArgs) -> Iterator[Problem]:
             yield Problem("cache_transceiver_config.enable_pipelined_transfer", f"needs {need}")
 
 
+def _disk_tier(args: LlmArgs) -> Iterator[Problem]:
+    cache = args.kv_cache_config
+    if cache.disk_cache_size and cache.disk_cache_path and not Path(cache.disk_cache_path).is_dir():
+        yield Problem("kv_cache_config.disk_cache_path", f"'{cache.disk_cache_path}' is no folder: create it first")
+
+
 def _lengths(args: LlmArgs) -> Iterator[Problem]:
     longest, prompt = args.max_seq_len, args.max_input_len
     if isinstance(longest, int) and isinstance(prompt, int) and prompt > longest:
@@ -212,6 +219,7 @@ _RULES: tuple[Callable[[LlmArgs], Iterator[Problem]], ...] = (
     _lora,
     _speculation,
     _transfer,
+    _disk_tier,
     _lengths,
 )
 

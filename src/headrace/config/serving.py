@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import SecretStr, field_validator, model_validator
 from typing_extensions import Self
 
 from headrace.config.base import ConfigModel, beta, prototype, stable
@@ -130,9 +130,7 @@ class ServerOptions(ConfigModel):
     enable_visual_gen: bool = prototype(False, "Serve an image or video generator.")
     visual_gen_args: str | None = prototype(None, "YAML file with its arguments.")
     disagg_cluster: DisaggClusterConfig | None = prototype(None, "Cluster to join.")
-    internal_request_auth_key: SecretStr | None = Field(
-        None, min_length=1, description="Key between servers of a cluster.", json_schema_extra={"status": "prototype"}
-    )
+    internal_request_auth_key: SecretStr | None = prototype(None, "Key between servers of a cluster.", min_length=1)
 
     @field_validator("server_role", mode="before")
     @classmethod

@@ -28,14 +28,12 @@ def find_architecture(model_type: str | None) -> Any:
     names = plugins.names("models")
     if model_type in names:
         return plugins.load("models", model_type)
-    served: list[str] = []
     for name in names:
         architecture = plugins.load("models", name)
         if model_type in architecture.model_types:
             return architecture
-        served.extend(architecture.model_types)
     raise ValueError(
-        f"architecture {model_type!r} is not known: known are {', '.join(sorted(served))};"
+        f"architecture {model_type!r} is not known: known are {', '.join(known_model_types())};"
         " choose a model of one of them, or install a package that adds it"
     )
 

@@ -100,7 +100,9 @@ class SafetensorsFile:
         dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
         start, end = value["data_offsets"]
         if end - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{self.path}: tensor {name} has {end - start} bytes for {list(shape)}: fetch the file again")
+            raise ValueError(
+                f"{self.path}: tensor {name} has {end - start} bytes for {list(shape)}: fetch the file again"
+            )
         return FileTensor(name, shape, dtype, begin + start, self)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from headrace.config.llm_args import LlmArgs
 from headrace.engine.engine import Engine
+from headrace.hub.config import read_config
 from headrace.hub.source import ModelSource
 from headrace.runtime.ranks import RankGroup
 from headrace.seam import EnginePort
 from headrace.text.load import load_tokenizer
+from headrace.text.tokenizer import check_vocabulary
 
 
 def make_engine(args: LlmArgs, source: ModelSource) -> EnginePort:
@@ -18,7 +20,8 @@ def make_engine(args: LlmArgs, source: ModelSource) -> EnginePort:
 
 
 def tokenizer_size(args: LlmArgs, source: ModelSource) -> int | None:
-    """Ids the tokenizer knows: what lies beyond in a padded embedding is never sampled."""
+    """Ids that mean something: what lies beyond in a padded embedding is never sampled."""
     if args.tokenizer is not None and not isinstance(args.tokenizer, str):
         return None
-    return load_tokenizer(args.tokenizer or source, mode=args.tokenizer_mode).vocab_size
+    tokenizer = load_tokenizer(args.tokenizer or source, mode=args.tokenizer_mode)
+    return check_vocabulary(tokenizer, read_config(source, model_kwargs=args.model_kwargs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from headrace.hub.pretrained import load_auto_tokenizer
 from headrace.text.fast_tokenizer import FastTokenizer
 from headrace.text.tokenizer import DecodeRule, Tokenizer, encode_utf8
 
-__all__ = ["SlowTokenizer", "load_converted_tokenizer"]
+__all__ = ["SlowTokenizer", "from_transformers", "load_converted_tokenizer"]
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -23,10 +24,14 @@ def load_converted_tokenizer(folder: Path, *, use_fast: bool) -> Tokenizer:
     Raises:
         ModelError: transformers is missing or refuses the folder.
     """
-    theirs: Any = load_auto_tokenizer(folder, use_fast=use_fast)
+    return from_transformers(load_auto_tokenizer(folder, use_fast=use_fast), use_fast=use_fast)
+
+
+def from_transformers(theirs: Any, *, use_fast: bool = True) -> Tokenizer:
+    """A `Tokenizer` of a tokenizer object of transformers, which is left as it is."""
     backend = getattr(theirs, "backend_tokenizer", None)
     if use_fast and isinstance(backend, tokenizers.Tokenizer):
-        return FastTokenizer(backend, special_tokens=_special_tokens(theirs))
+        return FastTokenizer(copy.deepcopy(backend), special_tokens=_special_tokens(theirs))
     return SlowTokenizer(theirs)
 
 

@@ -15,6 +15,8 @@
 #define PART 512
 #define VECTORS 32
 #define SCORES (TILE / LANES)
+/* A bfloat16 tile is widened once for more query vectors than this. */
+#define IN_PLACE_VECTORS 6
 
 struct attention {
     const void *q;
@@ -88,19 +90,47 @@ static struct scratch scratch_at(float *at, int64_t padded) {
 
 /* ---- tiles ---- */
 
-/* Tokens [begin, end) of tile `tile` as float32 rows of padded_dim; other rows of the result hold anything.
- * Points into the cache where it already looks so. */
-INLINE const float *tile_rows(const struct run *run, const void *cache, int64_t block_stride, int64_t head_stride,
-                              const struct unit *unit, int64_t tile, int64_t begin, int64_t end, float *buffer) {
+/* Where a tile's rows of padded_dim are, and whether they are bfloat16. */
+struct rows {
+    const void *at;
+    int is_half;
+};
+
+/* Whole tiles lie in one piece, as rows that need no padding. */
+INLINE int is_in_place(const struct run *run) {
+    return run->args->dim == run->padded_dim && run->args->block_size % TILE == 0;
+}
+INLINE const void *place_of(const struct run *run, const void *cache, int64_t block_stride, int64_t head_stride,
+                            const struct unit *unit, int64_t tile) {
+    const struct attention *a = run->args;
+    int64_t origin = tile * TILE, block = a->tables[unit->row * a->table_stride + origin / a->block_size];
+    return offset_by(cache, block * block_stride + unit->kv_head * head_stride + origin % a->block_size * a->dim,
+                     (int)a->cache_is_half);
+}
+
+/* Asks for a tile before it is needed: a row's blocks lie anywhere, which no hardware foresees. */
+INLINE void fetch_tile(const struct run *run, const struct unit *unit, int64_t tile) {
+    const struct attention *a = run->args;
+    int64_t num_bytes = TILE * a->dim * (a->cache_is_half ? 2 : 4);
+    const char *k = place_of(run, a->k, a->k_block_stride, a->k_head_stride, unit, tile);
+    const char *v = place_of(run, a->v, a->v_block_stride, a->v_head_stride, unit, tile);
+    for (int64_t i = 0; i < num_bytes; i += 64) {
+        __builtin_prefetch(k + i);
+        __builtin_prefetch(v + i);
+    }
+}
+
+/* Tokens [begin, end) of a tile, read in place if that pays for `num_vectors`, else copied to the buffer as float32;
+ * other tokens' rows hold anything. */
+INLINE struct rows tile_rows(const struct run *run, const void *cache, int64_t block_stride, int64_t head_stride,
+                             const struct unit *unit, int64_t tile, int64_t begin, int64_t end, int num_vectors,
+                             float *buffer) {
     const struct attention *a = run->args;
     const int32_t *table = a->tables + unit->row * a->table_stride;
     int64_t origin = tile * TILE, dim = a->dim, padded = run->padded_dim;
     const int half = (int)a->cache_is_half;
-    if (!half && dim == padded && a->block_size % TILE == 0) {
-        int64_t block = table[origin / a->block_size];
-        return (const float *)cache + block * block_stride + unit->kv_head * head_stride +
-               origin % a->block_size * dim;
-    }
+    if (is_in_place(run) && (!half || num_vectors <= IN_PLACE_VECTORS))
+        return (struct rows){place_of(run, cache, block_stride, head_stride, unit, tile), half};
     for (int64_t token = begin; token < end;) {
         int64_t inside = token % a->block_size, count = a->block_size - inside;
         if (count > end - token) count = end - token;
@@ -118,7 +148,7 @@ INLINE const float *tile_rows(const struct run *run, const void *cache, int64_t 
         }
         token += count;
     }
-    return buffer;
+    return (struct rows){buffer, 0};
 }
 
 /* ---- scores ---- */
@@ -142,8 +172,8 @@ INLINE void sum_four(const vfloat *value, float *to) {
 }
 
 /* Dot products of num_q query vectors with num_k keys; both are constants, num_k a multiple of four. */
-INLINE void dot_block(const float *q, const float *k, int64_t padded, float *scores, const int num_q,
-                      const int num_k) {
+INLINE void dot_block(const float *q, const void *k, int64_t padded, float *scores, const int num_q,
+                      const int num_k, const int half) {
     vfloat sum[3][8];
 #pragma GCC unroll 3
     for (int r = 0; r < num_q; r++)
@@ -155,7 +185,7 @@ INLINE void dot_block(const float *q, const float *k, int64_t padded, float *sco
         for (int r = 0; r < num_q; r++) query[r] = vload(q + r * padded + d);
 #pragma GCC unroll 8
         for (int j = 0; j < num_k; j++) {
-            vfloat key = vload(k + j * padded + d);
+            vfloat key = vload_as(k, j * padded + d, half);
 #pragma GCC unroll 3
             for (int r = 0; r < num_q; r++) sum[r][j] = vfma(query[r], key, sum[r][j]);
         }
@@ -167,18 +197,23 @@ INLINE void dot_block(const float *q, const float *k, int64_t padded, float *sco
 }
 
 /* scores[r, j] = q[r] . k[j] for the keys [begin, end) of a tile, rounded out to whole groups of keys. */
-static void dot_tile(const float *q, const float *k, int64_t padded, float *scores, int num_vectors, int begin,
-                     int end) {
+INLINE void dot_tile(const float *q, const void *k, int64_t padded, float *scores, int num_vectors, int begin, int end,
+                     const int half) {
     int r = 0;
     for (; num_vectors - r >= 3; r += 3)
         for (int j = begin & ~3; j < end; j += 4)
-            dot_block(q + r * padded, k + j * padded, padded, scores + r * TILE + j, 3, 4);
+            dot_block(q + r * padded, offset_by(k, j * padded, half), padded, scores + r * TILE + j, 3, 4, half);
     if (num_vectors - r == 2)
         for (int j = begin & ~3; j < end; j += 4)
-            dot_block(q + r * padded, k + j * padded, padded, scores + r * TILE + j, 2, 4);
+            dot_block(q + r * padded, offset_by(k, j * padded, half), padded, scores + r * TILE + j, 2, 4, half);
     if (num_vectors - r == 1)
         for (int j = begin & ~7; j < end; j += 8)
-            dot_block(q + r * padded, k + j * padded, padded, scores + r * TILE + j, 1, 8);
+            dot_block(q + r * padded, offset_by(k, j * padded, half), padded, scores + r * TILE + j, 1, 8, half);
+}
+static void dot_tile_any(const float *q, struct rows k, int64_t padded, float *scores, int num_vectors, int begin,
+                         int end) {
+    if (k.is_half) dot_tile(q, k.at, padded, scores, num_vectors, begin, end, 1);
+    else dot_tile(q, k.at, padded, scores, num_vectors, begin, end, 0);
 }
 
 /* ---- softmax ---- */
@@ -217,8 +252,8 @@ INLINE float weigh(float *scores, float *max, vfloat *sum, float best) {
 /* ---- values ---- */
 
 /* acc[r, d] = acc[r, d] * shrink[r] + sum over tokens j of weights[r, j] * v[j, d], for num_r rows and num_d vectors. */
-INLINE void mix_block(float *acc, const float *weights, const float *v, const float *shrink, int64_t padded, int begin,
-                      int end, const int num_r, const int num_d) {
+INLINE void mix_block(float *acc, const float *weights, const void *v, const float *shrink, int64_t padded, int begin,
+                      int end, const int num_r, const int num_d, const int half) {
     vfloat sum[3][8];
 #pragma GCC unroll 3
     for (int r = 0; r < num_r; r++)
@@ -230,7 +265,7 @@ INLINE void mix_block(float *acc, const float *weights, const float *v, const fl
         for (int r = 0; r < num_r; r++) weight[r] = vset(weights[r * TILE + j]);
 #pragma GCC unroll 8
         for (int d = 0; d < num_d; d++) {
-            vfloat value = vload(v + j * padded + d * LANES);
+            vfloat value = vload_as(v, j * padded + d * LANES, half);
 #pragma GCC unroll 3
             for (int r = 0; r < num_r; r++) sum[r][d] = vfma(weight[r], value, sum[r][d]);
         }
@@ -240,23 +275,30 @@ INLINE void mix_block(float *acc, const float *weights, const float *v, const fl
 #pragma GCC unroll 8
         for (int d = 0; d < num_d; d++) vstore(acc + r * padded + d * LANES, sum[r][d]);
 }
-INLINE void mix_rows(float *acc, const float *weights, const float *v, const float *shrink, int64_t padded, int begin,
-                     int end, const int num_r) {
+INLINE void mix_rows(float *acc, const float *weights, const void *v, const float *shrink, int64_t padded, int begin,
+                     int end, const int num_r, const int half) {
     int64_t d = 0;
     if (num_r == 1)
         for (; d + 8 * LANES <= padded; d += 8 * LANES)
-            mix_block(acc + d, weights, v + d, shrink, padded, begin, end, num_r, 8);
+            mix_block(acc + d, weights, offset_by(v, d, half), shrink, padded, begin, end, num_r, 8, half);
     for (; d + 4 * LANES <= padded; d += 4 * LANES)
-        mix_block(acc + d, weights, v + d, shrink, padded, begin, end, num_r, 4);
-    for (; d < padded; d += LANES) mix_block(acc + d, weights, v + d, shrink, padded, begin, end, num_r, 1);
+        mix_block(acc + d, weights, offset_by(v, d, half), shrink, padded, begin, end, num_r, 4, half);
+    for (; d < padded; d += LANES) mix_block(acc + d, weights, offset_by(v, d, half), shrink, padded, begin, end, num_r, 1, half);
 }
-static void mix_tile(float *acc, const float *weights, const float *v, const float *shrink, int64_t padded,
-                     int num_vectors, int begin, int end) {
+INLINE void mix_tile(float *acc, const float *weights, const void *v, const float *shrink, int64_t padded,
+                     int num_vectors, int begin, int end, const int half) {
     int r = 0;
     for (; num_vectors - r >= 3; r += 3)
-        mix_rows(acc + r * padded, weights + r * TILE, v, shrink + r, padded, begin, end, 3);
-    if (num_vectors - r == 2) mix_rows(acc + r * padded, weights + r * TILE, v, shrink + r, padded, begin, end, 2);
-    if (num_vectors - r == 1) mix_rows(acc + r * padded, weights + r * TILE, v, shrink + r, padded, begin, end, 1);
+        mix_rows(acc + r * padded, weights + r * TILE, v, shrink + r, padded, begin, end, 3, half);
+    if (num_vectors - r == 2)
+        mix_rows(acc + r * padded, weights + r * TILE, v, shrink + r, padded, begin, end, 2, half);
+    if (num_vectors - r == 1)
+        mix_rows(acc + r * padded, weights + r * TILE, v, shrink + r, padded, begin, end, 1, half);
+}
+static void mix_tile_any(float *acc, const float *weights, struct rows v, const float *shrink, int64_t padded,
+                         int num_vectors, int begin, int end) {
+    if (v.is_half) mix_tile(acc, weights, v.at, shrink, padded, num_vectors, begin, end, 1);
+    else mix_tile(acc, weights, v.at, shrink, padded, num_vectors, begin, end, 0);
 }
 
 /* ---- parts ---- */
@@ -266,9 +308,11 @@ static void take_tile(const struct run *run, const struct unit *unit, struct scr
     const struct attention *a = run->args;
     int64_t padded = run->padded_dim, origin = tile * TILE;
     float shrink[VECTORS];
-    const float *k = tile_rows(run, a->k, a->k_block_stride, a->k_head_stride, unit, tile, begin, end, s->tile_k);
-    const float *v = tile_rows(run, a->v, a->v_block_stride, a->v_head_stride, unit, tile, begin, end, s->tile_v);
-    dot_tile(s->q, k, padded, s->scores, num_vectors, (int)(begin - origin), (int)(end - origin));
+    struct rows k = tile_rows(run, a->k, a->k_block_stride, a->k_head_stride, unit, tile, begin, end, num_vectors,
+                              s->tile_k);
+    struct rows v = tile_rows(run, a->v, a->v_block_stride, a->v_head_stride, unit, tile, begin, end, num_vectors,
+                              s->tile_v);
+    dot_tile_any(s->q, k, padded, s->scores, num_vectors, (int)(begin - origin), (int)(end - origin));
     for (int r = 0; r < num_vectors; r++) {
         float *scores = s->scores + r * TILE;
         if (s->last[r] < begin || s->first[r] >= end) { /* sees nothing of this tile */
@@ -279,7 +323,7 @@ static void take_tile(const struct run *run, const struct unit *unit, struct scr
         float best = finish_scores(a, scores, (int32_t)origin, s->first[r], s->last[r]);
         shrink[r] = weigh(scores, &s->part.max[r], &s->sums[r], best);
     }
-    mix_tile(s->part.acc, s->scores, v, shrink, padded, num_vectors, (int)(begin - origin), (int)(end - origin));
+    mix_tile_any(s->part.acc, s->scores, v, shrink, padded, num_vectors, (int)(begin - origin), (int)(end - origin));
 }
 
 /* The softmax over the tokens [begin, end) of one part, into s->part. */
@@ -293,6 +337,7 @@ static void take_part(const struct run *run, const struct unit *unit, struct scr
     for (int64_t tile = begin / TILE; tile * TILE < end; tile++) {
         int64_t from = tile * TILE > begin ? tile * TILE : begin;
         int64_t to = (tile + 1) * TILE < end ? (tile + 1) * TILE : end;
+        if (to < end && is_in_place(run)) fetch_tile(run, unit, tile + 1);
         take_tile(run, unit, s, num_vectors, tile, from, to);
     }
     for (int r = 0; r < num_vectors; r++) s->part.sum[r] = sum_lanes(s->sums[r]);
@@ -454,12 +499,21 @@ static int64_t list_units(const struct attention *a, struct unit *units) {
     return count;
 }
 
+/* Threads are worth waking for so much work only. */
+static int useful_threads(const struct run *run) {
+    const int64_t min_products = 200000;
+    int64_t products = 0;
+    for (int64_t i = 0; i < run->num_units; i++)
+        products += (run->units[i].end - run->units[i].begin) * run->units[i].num_queries * run->units[i].num_heads;
+    return products * run->args->dim * 2 < min_products ? 1 : (int)run->args->threads;
+}
+
 /* With few units the parts of each are handed out one by one, so that every thread has work. Returns 0 without
  * memory. */
-static int separate_parts(struct run *run) {
+static int separate_parts(struct run *run, int threads) {
     int64_t partials = 0;
     for (int64_t i = 0; i < run->num_units; i++) partials += num_parts(&run->units[i]);
-    if (run->num_units >= 4 * run->args->threads || run->args->threads < 2 || partials == run->num_units) return 1;
+    if (run->num_units >= 4 * threads || threads < 2 || partials == run->num_units) return 1;
     run->part_units = malloc(sizeof(struct unit *) * partials);
     run->partials = aligned_alloc(64, (sizeof(float) * state_floats(run->padded_dim) * partials + 63) / 64 * 64);
     if (!run->part_units || !run->partials) return 0;
@@ -479,16 +533,17 @@ EXPORT int64_t hr_paged_attention(const struct attention *args) {
     run.units = malloc(sizeof(struct unit) * run.num_units);
     run.scratch_floats = (scratch_floats(run.padded_dim) + 15) / 16 * 16;
     run.scratch = aligned_alloc(64, sizeof(float) * run.scratch_floats * args->threads);
-    int ready = run.units && run.scratch;
+    int ready = run.units && run.scratch, threads = 1;
     if (ready) {
         list_units(args, run.units);
-        ready = separate_parts(&run);
+        threads = useful_threads(&run);
+        ready = separate_parts(&run, threads);
     }
     if (ready && run.partials) {
-        run_units(run.num_partials, (int)args->threads, run_part, &run);
-        run_units(run.num_units, (int)args->threads, run_merge, &run);
+        run_units(run.num_partials, threads, run_part, &run);
+        run_units(run.num_units, threads, run_merge, &run);
     } else if (ready) {
-        run_units(run.num_units, (int)args->threads, run_whole, &run);
+        run_units(run.num_units, threads, run_whole, &run);
     }
     free(run.units);
     free(run.scratch);

@@ -25,6 +25,8 @@
 #define MAX_ROWS 6 /* 12 sums of 16 registers */
 #endif
 #define ROWS_A_UNIT (8 * MAX_ROWS)
+/* Threads are worth waking for so much work only. */
+#define MIN_SHARED_PRODUCTS 100000
 /* From this many rows on it pays to widen a block of a bfloat16 panel once instead of in every register tile. */
 #define WIDEN_ROWS (2 * MAX_ROWS)
 
@@ -390,6 +392,7 @@ EXPORT int64_t hr_linear(const void *x, const void *packed, const float *bias, v
     p.row_units = (num_rows + ROWS_A_UNIT - 1) / ROWS_A_UNIT;
     p.scratch = aligned_alloc(64, sizeof(float) * p.scratch_floats * threads);
     int ready = p.x && p.scratch;
+    if (num_rows * in * out_features < MIN_SHARED_PRODUCTS) threads = 1;
     if (ready)
         run_units((num_panels + p.panels_a_unit - 1) / p.panels_a_unit * p.row_units, (int)threads, product_unit, &p);
     free(copy);
