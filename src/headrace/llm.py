@@ -234,6 +234,11 @@ class LLM:
         }
 
     @property
+    def max_seq_len(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return self._info.max_seq_len
+
+    @property
     def args(self) -> LlmArgs:
         """The resolved configuration, read-only."""
         return self._args

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headrace.config.kv import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from headrace.types import GREEDY_TEMPERATURE
 
 __all__ = [
@@ -15,11 +16,13 @@ __all__ = [
     "DisaggregatedParams",
     "FieldError",
     "GuidedDecodingParams",
+    "KvCacheRetentionConfig",
     "LoRARequest",
     "LogprobMode",
     "SamplingParams",
     "ScheduleStyle",
     "SchedulingParams",
+    "TokenRangeRetentionConfig",
 ]
 
 

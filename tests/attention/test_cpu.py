@@ -25,6 +25,7 @@ CASES = {
     "odd head size": Case(head_dim=20, group=5, num_kv_heads=1),
     "many heads of one": Case(group=40, num_kv_heads=1, lengths=(35,)),
     "half cache": Case(kv_dtype=torch.bfloat16, lengths=(45, 3)),
+    "half, read in place": Case(block_size=32, lengths=(70, 33), head_dim=64, group=3, kv_dtype=torch.bfloat16),
     "half": Case(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, head_dim=72, lengths=(45, 3)),
 }
 LONG = Case(lengths=(1100, 40), block_size=32, num_kv_heads=1, group=2, head_dim=16)
@@ -35,10 +36,10 @@ def test_same_bits(name: str) -> None:
     kit.check_same_bits(CpuAttention(), CASES[name])
 
 
-@pytest.mark.parametrize("window", [None, 600])
-def test_same_bits_over_several_parts(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "kv_dtype"), [(None, torch.float32), (600, torch.float32), (None, torch.bfloat16)])
+def test_same_bits_over_several_parts(window: int | None, kv_dtype: torch.dtype) -> None:
     """Contexts of more than one part, with threads that share a row's parts and without."""
-    case = replace(LONG, window=window)
+    case = replace(LONG, window=window, kv_dtype=kv_dtype)
     world, backend = World(case), CpuAttention()
     expected = world.attend(backend, kit.whole(case))
     kit.assert_close(world, expected)

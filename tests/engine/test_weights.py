@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.engine import checkpoint
+from headrace.engine import checkpoint, weights
 from headrace.engine.build import build_model
 from headrace.engine.checkpoint import SafetensorsFile, read_checkpoint
 from headrace.engine.weights import DUMMY_STD, load_weights
 from headrace.hub.source import ModelSource
 from headrace.layers.factory import LayerFactory
 from headrace.layers.parallel import ParallelContext
-from headrace.layers.port import Model
+from headrace.layers.port import Act, Model
 from headrace.layers.weights import Part
 from headrace.quant.none import Dense
 from tests.kits.model import Row, Sequences, load_model, prompt, save_tiny
@@ -254,7 +254,7 @@ def test_parameters_are_converted(folder: Path) -> None:
     assert torch.equal(model.embed(torch.tensor([3])), wide.embed(torch.tensor([3])).bfloat16())
 
 
-def dummy(folder: Path, *, parallel: ParallelContext | None = None, model_type: str = "llama") -> Model:
+def dummy(folder: Path, *, parallel: ParallelContext | None = None) -> Model:
     dense = Dense()
     factory = LayerFactory(dtype=torch.float32, recipe=lambda name: dense, parallel=parallel)
     config = json.loads((folder / "config.json").read_text())
@@ -274,10 +274,29 @@ def test_dummy_weights(folder: Path) -> None:
     torch.testing.assert_close(logits(dummy(folder)), logits(model))
 
 
-def test_dummy_weights_of_ranks_are_parts_of_one_rank(folder: Path) -> None:
+@pytest.mark.parametrize("noise_elements", [1 << 22, 7 * 32, 1])
+def test_dummy_weights_of_ranks_are_parts_of_one_rank(
+    folder: Path, noise_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "NOISE_ELEMENTS", noise_elements)
     whole = dummy(folder).embed(torch.arange(101))
     ranks = [dummy(folder, parallel=ParallelContext(rank, 2)) for rank in range(2)]
     torch.testing.assert_close(sum(model.embed(torch.arange(101)) for model in ranks), whole)
+    # Both ways of sharding: gate and up by rows, down by columns.
+    hidden = torch.randn(3, 32)
+    sums = [model.layers[0].mlp(Act(hidden)) for model in [dummy(folder), *ranks]]
+    torch.testing.assert_close(sums[1] + sums[2], sums[0])
+
+
+def test_dummy_rows_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "NOISE_ELEMENTS", 5 * 32)
+    assert len(dummy(folder).embed(torch.arange(101)).unique(dim=0)) == 101
+
+
+def test_unknown_load_format(folder: Path) -> None:
+    model, _ = load_model(source(folder))
+    with pytest.raises(ValueError, match="load_format 'gms' is not supported"):
+        load_weights(model, source(folder), load_format="gms")
 
 
 def test_dummy_norms_of_gemma_have_scale_one(tmp_path: Path) -> None:
@@ -290,8 +309,6 @@ def test_dummy_norms_of_gemma_have_scale_one(tmp_path: Path) -> None:
 def test_the_bar_shows_only_when_loading_takes_long(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from headrace.engine import weights
-
     def load() -> None:
         dense = Dense()
         factory = LayerFactory(dtype=torch.float32, recipe=lambda name: dense)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.attention.port import AttentionStep
+from headrace.attention.port import AttentionBackend, AttentionStep
 from headrace.attention.torch import TorchAttention
 from headrace.engine.build import build_model
 from headrace.engine.groups import group_layers
@@ -147,17 +147,18 @@ class Sequences:
         block_size: int = BLOCK_SIZE,
         num_blocks: int = NUM_BLOCKS,
         dtype: torch.dtype = torch.float32,
+        backend: AttentionBackend | None = None,
     ) -> None:
+        backend = backend or TorchAttention()
         self.block_size = block_size
         self.groups = group_layers(model.layers, dtype)
-        backend = TorchAttention()
         self.pools = KvPools(self.groups, [num_blocks] * len(self.groups), block_size=block_size, backend=backend)
         self.runner = Runner(model, backend, self.pools)
         self.free = list(range(1, num_blocks))
         random.Random(0).shuffle(self.free)
 
     def step(self, chunks: Sequence[tuple[Row, Sequence[int]]], *, keep: int | None = None) -> list[Tensor]:
-        """Compute chunks of rows in one packed step. -> logits of each row's last `keep` tokens (of all): [tokens, vocab]"""
+        """Compute chunks of rows in one step. -> by row, logits of its last `keep` tokens (or all): [tokens, vocab]"""
         for row, ids in chunks:
             while len(row.blocks) * self.block_size < row.num_cached + len(ids):
                 row.blocks.append(self.free.pop())
@@ -229,12 +230,12 @@ def check_decode(case: Case, *, num_tokens: int = 24) -> None:
         assert greedy(case.model, ids, num_tokens) == case.greedy(ids, num_tokens), f"prompt of {length} tokens"
 
 
-def check_mixed_batch(case: Case) -> None:
+def check_mixed_batch(case: Case, *, backend: AttentionBackend | None = None) -> None:
     """Rows of different ages in one step: whole prompts, chunks and single tokens."""
     longest = max(edge_lengths(case))
     texts = [prompt(length, seed=2) for length in (longest, 7, 2 * BLOCK_SIZE, longest - 1, 3)]
     cuts = [[longest - 4, 1, 3], [5, 1, 1], [BLOCK_SIZE, 1, BLOCK_SIZE - 1], [1, longest - 3, 1], [1, 1, 1]]
-    sequences, rows = Sequences(case.model, num_blocks=2 * NUM_BLOCKS), [Row() for _ in texts]
+    sequences, rows = Sequences(case.model, num_blocks=2 * NUM_BLOCKS, backend=backend), [Row() for _ in texts]
     got: list[list[Tensor]] = [[] for _ in texts]
     for turn in range(3):
         chunks = [(row, ids[row.num_cached : row.num_cached + cut[turn]]) for row, ids, cut in zip(rows, texts, cuts)]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from headrace.layers.parallel import ParallelContext, share, share_heads
 def test_shares_cover_everything_once(total: int, size: int) -> None:
     shares = [share(total, rank, size) for rank in range(size)]
     assert shares[0][0] == 0 and shares[-1][1] == total
-    assert all(left[1] == right[0] for left, right in zip(shares, shares[1:]))
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(shares))
     lengths = [stop - start for start, stop in shares]
     assert max(lengths) - min(lengths) <= 1
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from headrace import plugins
-from headrace.engine.weights import load_weights
+from headrace.attention.cpu import CpuAttention
+from headrace.attention.port import AttentionBackend
+from headrace.attention.torch import TorchAttention
 from tests.kits.model import (
     Case,
     check_chunks,
     check_decode,
     check_mixed_batch,
     check_prefill,
-    load_model,
     make_case,
 )
 
@@ -49,13 +48,9 @@ def test_decode(case: Case) -> None:
     check_decode(case)
 
 
-def test_mixed_batch(case: Case) -> None:
-    check_mixed_batch(case)
-
-
-def test_every_file_lists_its_own_name_or_more() -> None:
-    for name in plugins.names("models"):
-        assert plugins.load("models", name).model_types, name
+@pytest.mark.parametrize("backend", [TorchAttention, CpuAttention])
+def test_mixed_batch(case: Case, backend: type[AttentionBackend]) -> None:
+    check_mixed_batch(case, backend=backend())
 
 
 def test_sizes_are_the_configs(case: Case) -> None:
@@ -63,18 +58,3 @@ def test_sizes_are_the_configs(case: Case) -> None:
     assert len(case.model.layers) == case.oracle.config.num_hidden_layers
     num_parameters = sum(value.numel() for value in case.oracle.parameters())
     assert case.report.weight_bytes == case.model.weight_map().weight_bytes == 4 * num_parameters
-
-
-def test_dummy_weights_run(case: Case, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((case.source.path / "config.json").read_text())
-    source = type(case.source)(kind="hf", path=tmp_path, name=str(tmp_path))
-    with pytest.raises(ValueError, match="safetensors"):
-        load_model(source)
-    import headrace.engine.build as build
-    from headrace.hub.config import read_config
-    from headrace.layers.factory import LayerFactory
-    from headrace.quant.none import Dense
-
-    dense = Dense()
-    model = build.build_model(read_config(source), LayerFactory(dtype=torch.float32, recipe=lambda name: dense))
-    load_weights(model, source, load_format="dummy")

@@ -28,10 +28,14 @@ def generate(ctx: click.Context, model: str | None, prompt: str | None, echo: bo
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("give a PROMPT, or send one on standard input")
     text = sys.stdin.read() if prompt is None else prompt
-    params = sampling_params(sampling, default_max_tokens=DEFAULT_MAX_TOKENS)
+    params = sampling_params(sampling, default_max_tokens=None)
     with open_llm(ctx, model) as llm:
+        inputs = llm.preprocess(text, params)
+        if params.max_tokens is None:
+            room = llm.max_seq_len - len(inputs.prompt_token_ids)
+            params.max_tokens = max(min(DEFAULT_MAX_TOKENS, room), 1)
         if echo:
             click.echo(text, nl=False)
-        for step in llm.generate_async(text, params, streaming=True):
+        for step in llm.generate_async(inputs, params, streaming=True):
             click.echo(step.outputs[0].text_diff, nl=False)
         click.echo()

@@ -80,8 +80,8 @@ class ConfigError(ValueError):
 
 def model_classes(annotation: Any) -> list[type[BaseModel]]:
     """The pydantic classes that an annotation mentions, outermost first, through unions and containers."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
+    if get_origin(annotation) is None:
+        return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
     return [cls for arg in get_args(annotation) for cls in model_classes(arg)]
 
 
@@ -110,8 +110,7 @@ def problems_from(error: ValidationError, root: type[BaseModel]) -> list[Problem
             message = f"must {limit}, got {_shown(item['input'])}"
         else:
             message = f"expected {describe(place.annotation)}, got {_shown(item['input'])}"
-        if kind == "union_tag_not_found" or place.path not in found:
-            found[place.path] = Problem(place.path, message)
+        found.setdefault(place.path, Problem(place.path, message))
     return list(found.values())
 
 

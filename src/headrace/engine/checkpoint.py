@@ -1,6 +1,7 @@
 """Reading checkpoints tensor by tensor, a run of rows at a time: safetensors and GGUF files.
 
-Safetensors files are read, not mapped: pages of a mapping count as this process's memory, and a load would show twice the weights.
+Safetensors files are read, not mapped: pages of a mapping count as this process's memory, and a load would show twice
+the weights.
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, a JSON header, then the data).
 """
 

@@ -6,12 +6,12 @@ its slots are complete. Pickled weights are never read.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from headrace.hub.source import ModelSource
 from headrace.layers.port import Model
 from headrace.layers.weights import Part, Slot, Target, WeightMap
 
-LoadFormat = Literal["auto", "dummy"]
-
 DUMMY_STD = 0.02
+NOISE_ELEMENTS = 1 << 22
+"""Random numbers drawn at once."""
 PROGRESS_AFTER_S = 1.0
 COMPARED_ROWS = 4096
 MAX_NAMES = 8
@@ -41,9 +41,7 @@ class LoadReport:
     load_s: float
 
 
-def load_weights(
-    model: Model, source: ModelSource, *, load_format: LoadFormat = "auto", progress: bool = True
-) -> LoadReport:
+def load_weights(model: Model, source: ModelSource, *, load_format: str = "auto", progress: bool = True) -> LoadReport:
     """Fill every parameter of the model.
 
     Args:
@@ -51,15 +49,17 @@ def load_weights(
         progress: show a bar on stderr when loading takes longer than a second.
 
     Raises:
-        ValueError: a truncated or damaged file, or tensors missing, unexpected, of a wrong shape, or stored apart though
-            the config ties them. The message names them.
+        ValueError: a truncated or damaged file; tensors missing, unexpected, of a wrong shape, or stored with other
+            values though the config ties them, all by name; a load format that is not known.
     """
     start_s = time.monotonic()
     weights = model.weight_map()
-    if load_format == "dummy":
+    if load_format == "auto":
+        num_tensors = _load(weights, source, progress=progress)
+    elif load_format == "dummy":
         num_tensors = _fill_dummy(weights)
     else:
-        num_tensors = _load(weights, source, progress=progress)
+        raise ValueError(f"load_format {load_format!r} is not supported: use auto or dummy")
     return LoadReport(weights.weight_bytes, num_tensors, time.monotonic() - start_s)
 
 
@@ -195,21 +195,26 @@ def _fill_dummy(weights: WeightMap) -> int:
     targets = _targets(weights)
     with torch.inference_mode():
         for target in targets:
-            view = target.parameter.view(target.slot)
             if target.parameter.init == "normal":
-                view.copy_(_noise(target))
+                _fill_noise(target)
             else:
-                view.fill_(1.0 if target.parameter.init == "one" else 0.0)
+                target.parameter.view(target.slot).fill_(1.0 if target.parameter.init == "one" else 0.0)
             _finish_slot(target)
     return len(targets)
 
 
-def _noise(target: Target) -> Tensor:
-    """This rank's part of a tensor that is the same in each run and for any number of ranks."""
+def _fill_noise(target: Target) -> None:
+    """This rank's part of a tensor that is the same in each process and for any number of ranks; by runs of rows."""
     slot, parameter = target.slot, target.parameter
+    view, part = parameter.view(slot), slot.part
+    first, end = (part.start, part.stop) if part is not None and part.dim == 0 else (0, slot.shape[0])
+    rows_a_run = max(1, NOISE_ELEMENTS // math.prod(slot.shape[1:]))
     generator = torch.Generator(parameter.device)
-    generator.manual_seed(zlib.crc32(f"{parameter.name}:{slot.name}".encode()))
-    whole = torch.randn(slot.shape, generator=generator, device=parameter.device).mul_(DUMMY_STD)
-    if slot.part is None:
-        return whole
-    return whole.narrow(slot.part.dim, slot.part.start, slot.part.stop - slot.part.start)
+    for start in range(first - first % rows_a_run, end, rows_a_run):
+        generator.manual_seed(zlib.crc32(f"{parameter.name}:{slot.name}:{start}".encode()))
+        shape = (min(rows_a_run, slot.shape[0] - start), *slot.shape[1:])
+        rows = torch.randn(shape, generator=generator, device=parameter.device).mul_(DUMMY_STD)
+        if part is not None and part.dim > 0:
+            rows = rows.narrow(part.dim, part.start, part.stop - part.start)
+        low, high = max(start, first), min(start + rows_a_run, end)
+        view[low - first : high - first].copy_(rows[low - start : high - start])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
@@ -169,11 +170,13 @@ class RequestOutput:
             return True
 
     def _wait(self, is_there: Callable[[], bool], timeout: float | None) -> bool:
+        deadline_s = None if timeout is None else time.monotonic() + timeout
         while True:
             event = threading.Event()
             if not self._register(is_there, event.set):
                 return True
-            if not event.wait(timeout):
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if not event.wait(left_s):
                 return is_there()
 
     async def _wait_async(self, is_there: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -107,6 +108,9 @@ class SocketLink:
 def cause_of_death(runtime: ChildRuntime) -> str:
     """One line on why a runtime that said nothing is gone."""
     code = runtime.returncode
-    lines = [line for line in runtime.stderr_tail.splitlines() if line.strip()]
-    end = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-    return f"the runtime process {end}" + (f": {lines[-1].strip()}" if lines else "")
+    end = f"ended with exit code {code}"
+    if code is not None and code < 0:
+        hint = " (no memory left?)" if code == -signal.SIGKILL else ""
+        end = f"was killed by signal {-code}{hint}"
+    errors = [line.strip() for line in runtime.stderr_tail.splitlines() if "error" in line.lower()]
+    return f"the runtime process {end}" + (f": {errors[-1]}" if errors else "")

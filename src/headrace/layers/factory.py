@@ -88,7 +88,7 @@ class LayerFactory:
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
     ) -> Attention:
-        """An attention block; heads are the whole model's. Its modules are `{name}.qkv` (slots q, k, v) and `{name}.out`.
+        """An attention block: modules `{name}.qkv` (slots q, k, v) and `{name}.out`. Heads are the whole model's.
 
         Args:
             scale: of the scores; head_dim ** -0.5 when None.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from headrace import wire
 from headrace.config.llm_args import LlmArgs
+from headrace.config.show import as_dict
 from headrace.hub.source import ModelSource
 from headrace.kvcache.manager import KvCache
 from headrace.log import phase
@@ -75,7 +76,7 @@ def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: flo
         enable_chunked_prefill=settings.chunked_prefill,
         kv_num_blocks=core.settled.usable_blocks,
         tokens_per_block=settings.tokens_per_block,
-        settings=args.model_dump(mode="json"),
+        settings=as_dict(args, everything=True),
         startup_s=time.monotonic() - started_s,
     )
 

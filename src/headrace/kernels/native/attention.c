@@ -251,7 +251,8 @@ INLINE float weigh(float *scores, float *max, vfloat *sum, float best) {
 
 /* ---- values ---- */
 
-/* acc[r, d] = acc[r, d] * shrink[r] + sum over tokens j of weights[r, j] * v[j, d], for num_r rows and num_d vectors. */
+/* acc[r, d] = acc[r, d] * shrink[r] + sum over tokens j of weights[r, j] * v[j, d], for num_r rows and num_d vectors
+ * of values. */
 INLINE void mix_block(float *acc, const float *weights, const void *v, const float *shrink, int64_t padded, int begin,
                       int end, const int num_r, const int num_d, const int half) {
     vfloat sum[3][8];
@@ -283,7 +284,8 @@ INLINE void mix_rows(float *acc, const float *weights, const void *v, const floa
             mix_block(acc + d, weights, offset_by(v, d, half), shrink, padded, begin, end, num_r, 8, half);
     for (; d + 4 * LANES <= padded; d += 4 * LANES)
         mix_block(acc + d, weights, offset_by(v, d, half), shrink, padded, begin, end, num_r, 4, half);
-    for (; d < padded; d += LANES) mix_block(acc + d, weights, offset_by(v, d, half), shrink, padded, begin, end, num_r, 1, half);
+    for (; d < padded; d += LANES)
+        mix_block(acc + d, weights, offset_by(v, d, half), shrink, padded, begin, end, num_r, 1, half);
 }
 INLINE void mix_tile(float *acc, const float *weights, const void *v, const float *shrink, int64_t padded,
                      int num_vectors, int begin, int end, const int half) {

@@ -36,7 +36,7 @@
 #define INPUTS 2
 #endif
 
-/* Weights in float32, or in bfloat16; then with activations in float32, or in bfloat16 for dot instructions or tiles. */
+/* Weights in float32; or in bfloat16, with x in float32, or in bfloat16 for dot instructions or tiles. */
 enum { WIDE, HALF, HALF_DOT, HALF_TILE };
 
 struct product {
@@ -348,10 +348,11 @@ EXPORT void hr_linear_rows(const void *packed, const int64_t *ids, void *out, in
     for (int64_t n = 0; n < num_ids; n++) {
         const void *panel = offset_by(packed, ids[n] / COLUMNS * COLUMNS * padded, half);
         int64_t column = ids[n] % COLUMNS;
+        void *to = offset_by(out, n * in, half);
         if (half)
-            for (int64_t i = 0; i < in; i++) ((uint16_t *)out)[n * in + i] = ((const uint16_t *)panel)[place(column, i, 1)];
+            for (int64_t i = 0; i < in; i++) ((uint16_t *)to)[i] = ((const uint16_t *)panel)[place(column, i, 1)];
         else
-            for (int64_t i = 0; i < in; i++) ((float *)out)[n * in + i] = ((const float *)panel)[place(column, i, 0)];
+            for (int64_t i = 0; i < in; i++) ((float *)to)[i] = ((const float *)panel)[place(column, i, 0)];
     }
 }
 
