@@ -31,7 +31,7 @@ from source_files import (
     targets,
 )
 
-TORCH_FREE = frozenset({"hall", "hub", "text", "front", "kvcache", "scheduler", "transfer", "server", "init"})
+TORCH_FREE = frozenset({"hall", "hub", "text", "front", "bench", "kvcache", "scheduler", "transfer", "server", "init"})
 BRINGS_TORCH = ("torch", "torchvision", "torchaudio", "triton", "transformers", "accelerate", "safetensors.torch")
 HALL_THIRD_PARTY = frozenset({"annotated_types", "msgspec", "numpy", "pydantic", "typing_extensions", "yaml"})
 

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "hub": frozenset({"hall"}),
     "text": frozenset({"hall", "hub"}),
     "front": frozenset({"hall", "hub", "text"}),
+    "bench": frozenset({"hall", "hub", "text"}),
     "kvcache": frozenset({"hall"}),
     "scheduler": frozenset({"hall", "kvcache"}),
     "transfer": frozenset({"hall"}),

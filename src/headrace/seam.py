@@ -17,6 +17,7 @@ its destination in the same or a later plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +43,11 @@ DUMMY_BLOCK = 0
 
 def ints(values: Any = ()) -> Ints:
     return np.asarray(values, dtype=np.int32)
+
+
+def int_rows(values: Sequence[tuple[int, ...]], width: int) -> Ints:
+    """[n, width], also for no values."""
+    return np.asarray(values, dtype=np.int32).reshape(len(values), width)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _empty() -> Ints:
@@ -108,7 +114,7 @@ class Command:
 
     id: int
     name: str
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +152,12 @@ class SectionResult:
 
     num_accepted: Ints  # [rows] 0 .. num_drafts + 1; 0 for rows without SAMPLE or already done
     tokens: Ints  # [sum of num_accepted]
-    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by row
-    prompt_logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by row, the chunk's targets
-    logits: dict[int, Any] = field(default_factory=dict)  # by row, in one process only
-    errors: dict[int, str] = field(default_factory=dict)  # by row: this row's work failed, the rest holds
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict[int, RowLogprobs])  # by row
+    prompt_logprobs: dict[int, RowLogprobs] = field(
+        default_factory=dict[int, RowLogprobs]
+    )  # by row, the chunk's targets
+    logits: dict[int, Any] = field(default_factory=dict[int, Any])  # by row, in one process only
+    errors: dict[int, str] = field(default_factory=dict[int, str])  # by row: this row's work failed, the rest holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +165,7 @@ class StepResult:
     step: int
     sections: tuple[SectionResult, ...]
     finished_copies: Ints = field(default_factory=_empty)
-    finished_commands: dict[int, Any] = field(default_factory=dict)
+    finished_commands: dict[int, Any] = field(default_factory=dict[int, Any])
     forward_s: float = 0.0
     sample_s: float = 0.0
 

@@ -33,7 +33,8 @@ class Watched:
         self.most_in_flight = 0
         self._in_flight = 0
         self._on_message = on_message
-        args = LlmArgs(model="m", max_batch_size=8, kv_cache_config={"max_tokens": 4096}, **settings)
+        fields = {"model": "m", "max_batch_size": 8, "kv_cache_config": {"max_tokens": 4096}, **settings}
+        args = LlmArgs.model_validate(fields)
         source = ModelSource("hf", Path("/nowhere"), "m")
         self._runtime = LocalRuntime(args, source, self._watch, make_engine=lambda *_: InstantEngine(vocab_size=100))
 

@@ -62,7 +62,7 @@ def test_errors_become_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(OSError("disk"), debug=False) == 1
     assert report(KeyError("x"), debug=False) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["headrace: bad thing", "headrace: later", "headrace: disk", "headrace: KeyError: 'x'"]
+    assert lines == ["headrace: bad", "headrace: thing", "headrace: later", "headrace: disk", "headrace: KeyError: 'x'"]
     try:
         raise ValueError("seen")
     except ValueError as error:

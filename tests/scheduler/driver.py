@@ -13,9 +13,7 @@ from headrace.scheduler.settings import SchedulerSettings
 from headrace.seam import StepPlan
 from headrace.types import Delta, Request, Sampling
 
-BASE = SchedulerSettings(
-    max_batch_size=4, max_num_tokens=12, max_seq_len=256, num_slots=8, tokens_per_block=4, depth=0
-)
+BASE = SchedulerSettings(max_batch_size=4, max_num_tokens=12, max_seq_len=256, num_slots=8, tokens_per_block=4, depth=0)
 
 
 class Driver:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,14 +124,13 @@ def test_a_client_that_leaves_and_a_mistake_disturb_nobody(real: Real) -> None:
     next(iter(stream))
     stream.response.close()
     assert until(lambda: "the client has disconnected" in real.log.read_text())
+    assert until(lambda: "ended: abort" in real.log.read_text())
     with pytest.raises(openai.BadRequestError, match="token id 49152 is out of the vocabulary"):
         real.client.completions.create(model="smollm2", prompt=[49152], max_tokens=1)
     with pytest.raises(openai.BadRequestError) as error:
         real.client.completions.create(model="smollm2", prompt="a", max_tokens=100_000)
     assert error.value.code == "context_length_exceeded"
-    started = time.monotonic()
     assert real.client.completions.create(model="smollm2", prompt="2 + 2 =", max_tokens=2).choices
-    assert time.monotonic() - started < 20  # the stream that was left doesn't hold the engine
 
 
 def test_sigterm_leaves_nothing(real: Real) -> None:

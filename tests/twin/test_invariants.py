@@ -118,7 +118,7 @@ def test_tiny_pool(folder: Path, solo: dict[int, list[int]], opened: list[Core],
 def test_logprobs_cold_equal_warm(folder: Path, opened: list[Core]) -> None:
     core = open_runtime(folder)
     opened.append(core)
-    asked = [each for each in requests(sampling=Sampling(logprobs=3))][:8]
+    asked = requests(sampling=Sampling(logprobs=3))[:8]
     cold, warm = run(core, asked), run(core, asked)
     for each in asked:
         left = [entry for delta in cold[each.id] for entry in delta.logprobs]
@@ -132,7 +132,7 @@ def test_logprobs_cold_equal_warm(folder: Path, opened: list[Core]) -> None:
 def test_prompt_logprobs_any_chunk(folder: Path, opened: list[Core], chunk: int) -> None:
     whole, cut = open_runtime(folder), open_runtime(folder, max_num_tokens=chunk)
     opened.extend([whole, cut])
-    asked = [each for each in requests(sampling=Sampling(prompt_logprobs=2))][:8]
+    asked = requests(sampling=Sampling(prompt_logprobs=2))[:8]
     run(cut, asked)  # warm the cache: the prompt must be computed all the same
     first, second = run(whole, asked), run(cut, asked)
     for each in asked:

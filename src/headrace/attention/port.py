@@ -72,7 +72,9 @@ class AttentionBackend(Protocol):
         """Compute once what all layers of the group share; may keep it in `step.scratch`."""
         ...
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec) -> Tensor:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec
+    ) -> Tensor:
         """Write k, v at `step.write_slots`, attend causally, return [tokens, heads, dim] in q's dtype.
 
         Args:

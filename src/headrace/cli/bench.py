@@ -237,6 +237,8 @@ def _run(
     driver = Driver(lambda on_message: LocalRuntime(args, source, on_message))
     with driver as info:
         check_tasks(tasks, info)
+        gc.collect()
+        gc.freeze()  # as in a runtime's own process
         warm = [tasks[number % len(tasks)] for number in range(options.warmup)]
         if warm:
             driver.run(warm, **how, cache_salt="warm-up")

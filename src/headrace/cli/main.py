@@ -75,9 +75,10 @@ def report(error: Exception, *, debug: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
-    text = " ".join(str(error).split("\n")) or type(error).__name__
     known = isinstance(error, ValueError | OSError | NotImplementedError | MemoryError | RuntimeError)
-    click.echo(f"headrace: {text if known else f'{type(error).__name__}: {text}'}", err=True)
+    prefix = "" if known else f"{type(error).__name__}: "
+    for line in str(error).splitlines() or [type(error).__name__]:  # a configuration has a line for each problem
+        click.echo(f"headrace: {prefix}{line}", err=True)
     return 2 if isinstance(error, ValueError | FileNotFoundError | NotImplementedError) else 1
 
 

@@ -175,6 +175,10 @@ _SIGNATURES = {
     "hr_linear_pack": "i" * 8,
     "hr_linear_packed_size": "ii",
     "hr_linear_rows": "i" * 6,
+    "hr_grouped_linear": "i" * 15,
+    "hr_grouped_pack": "i" * 10,
+    "hr_grouped_packed_size": "i" * 6,
+    "hr_grouped_rows": "i" * 9,
 }
 
 

@@ -6,6 +6,7 @@ the parent has died. No fork (threads and CUDA do not survive it) and no pickle.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -64,10 +65,8 @@ def end_children(children: Sequence[subprocess.Popen[bytes]], *, timeout_s: floa
     """Close their input, wait, then kill. None is left afterwards."""
     for child in children:
         if child.stdin is not None and not child.stdin.closed:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 child.stdin.close()
-            except BrokenPipeError:
-                pass
     deadline_s = time.monotonic() + timeout_s
     for child in children:
         try:

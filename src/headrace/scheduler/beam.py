@@ -31,7 +31,7 @@ class Hypothesis:
     owner: int
     tokens: list[int]
     cumulative: float
-    logprobs: list[Logprobs] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list[Logprobs])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from headrace.kvcache.manager import KvCache
-from headrace.seam import Ints, Section, SlotInit, ints
+from headrace.seam import Ints, Section, SlotInit, int_rows, ints
 
 
 class Changes:
@@ -65,7 +65,7 @@ class Changes:
             blocks=self._new_blocks(),
             freed_slots=ints(self._freed),
             inits=tuple(self._inits),
-            copies=ints(self._copies).reshape(len(self._copies), 6),
+            copies=int_rows(self._copies, 6),
         )
         self._freed, self._inits, self._copies, self._grown = [], [], [], {}
         return told
@@ -76,4 +76,4 @@ class Changes:
         for owner, slot in self._grown.items():
             for group, blocks in enumerate(self._kv.take_new_blocks(owner)):
                 triples[group].extend((slot, index, block) for index, block in blocks)
-        return tuple(ints(group).reshape(len(group), 3) for group in triples)
+        return tuple(int_rows(group, 3) for group in triples)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.scheduler.beam import BeamRows
 from headrace.scheduler.request import Active, closed, stamp
@@ -20,10 +20,12 @@ from headrace.types import Delta, FinishReason, Logprobs
 class Committed:
     """What one section's result brought."""
 
-    plain_ids: list[np.ndarray] = field(default_factory=list)  # int64 ids that got one token each
-    plain_tokens: list[np.ndarray] = field(default_factory=list)  # int32
-    deltas: list[Delta] = field(default_factory=list)
-    ended: list[Active] = field(default_factory=list)
+    plain_ids: list[NDArray[np.int64]] = field(
+        default_factory=list[NDArray[np.int64]]
+    )  # int64 ids that got one token each
+    plain_tokens: list[Ints] = field(default_factory=list[Ints])  # int32
+    deltas: list[Delta] = field(default_factory=list[Delta])
+    ended: list[Active] = field(default_factory=list[Active])
     """Requests that reached their terminal state in this commit."""
     num_context_tokens: int = 0
     num_generated: int = 0
@@ -123,7 +125,8 @@ class Commit:
             plain = ~rich
             one = generation[plain]
             chosen = self.result.tokens[self._offsets[first:-1][plain]]
-            for slot, token in zip(one.tolist(), chosen.tolist(), strict=True):
+            pairs: list[tuple[int, int]] = list(zip(one.tolist(), chosen.tolist(), strict=True))
+            for slot, token in pairs:
                 active = slots.by_slot[slot]
                 assert active is not None
                 active.tokens.append(token)
@@ -136,7 +139,7 @@ class Commit:
         for at in np.flatnonzero(rich).tolist():
             self._commit_rich(first + at, int(generation[at]))
 
-    def _rich_rows(self, first: int, accepted: Ints) -> np.ndarray:
+    def _rich_rows(self, first: int, accepted: Ints) -> NDArray[np.bool_]:
         """Rows that end, are draining, accept other than one token or carry extras."""
         slots, generation = self.section.slots, self.planned.generation
         rich = accepted != 1
@@ -271,15 +274,11 @@ class Commit:
             self.section.kv.commit(active.request.id, active.tokens, num_computed)
             self.section.slots.indexed[active.slot] = full
 
-    def _index_full(self, generation: np.ndarray) -> None:
+    def _index_full(self, generation: NDArray[np.int64]) -> None:
         slots = self.section.slots
         full = (slots.length[generation] - 1) // self.section.settings.tokens_per_block
-        for slot in generation[full > slots.indexed[generation]].tolist():
+        filled: list[int] = generation[full > slots.indexed[generation]].tolist()
+        for slot in filled:
             active = slots.by_slot[slot]
             assert active is not None
             self._index(active, len(active.tokens) - 1)
-
-
-def flatten(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
-    arrays = list(parts)
-    return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)

@@ -19,7 +19,7 @@ class Waiting:
     tokens: list[int]
     order: int
     """Arrival number; a preempted request keeps its own and so goes to the front."""
-    holds: dict[str, float] = field(default_factory=dict)
+    holds: dict[str, float] = field(default_factory=dict[str, float])
     """What it waits for -> deadline (monotonic seconds); empty when it may be admitted."""
     skipped: int = 0
     """Steps in which later requests were admitted past it."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.manager import KvCache
-from headrace.scheduler.commit import Commit, Committed, flatten
+from headrace.scheduler.commit import Commit, Committed
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.request import Active, Waiting, closed
 from headrace.scheduler.rows import Planned
@@ -353,9 +353,9 @@ class Scheduler:
         counts.num_ended = sum(len(part.ended) for part in parts)
         self.counts = counts
         self._deltas.extend(delta for part in parts for delta in part.deltas)
-        ids = flatten((array for part in parts for array in part.plain_ids), np.int64)
-        tokens = flatten((array for part in parts for array in part.plain_tokens), np.int32)
-        return Outbox(ids, tokens, self.take_deltas())
+        ids = [np.zeros(0, np.int64), *(array for part in parts for array in part.plain_ids)]
+        tokens = [np.zeros(0, np.int32), *(array for part in parts for array in part.plain_tokens)]
+        return Outbox(np.concatenate(ids), np.concatenate(tokens), self.take_deltas())
 
     def take_deltas(self) -> list[Delta]:
         """Deltas that no commit brings: refusals, aborts, time-outs."""

@@ -82,13 +82,33 @@ INLINE uint16_t half_of(float value) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
-INLINE vfloat vfloat_of(vhalf half) { return (vfloat)(__builtin_convertvector(half, vint) << 16); }
+/* Compilers make slow code of __builtin_convertvector between narrow and wide integers: spelled out where it counts. */
+INLINE vint widen_halves(vhalf half) {
+#if defined(__AVX512F__)
+    return (vint)_mm512_cvtepu16_epi32((__m256i)half);
+#elif defined(__AVX2__)
+    return (vint)_mm256_cvtepu16_epi32((__m128i)half);
+#else
+    return __builtin_convertvector(half, vint);
+#endif
+}
+/* Values from 0 to 65535. */
+INLINE vhalf narrow_to_halves(vint value) {
+#if defined(__AVX512F__)
+    return (vhalf)_mm512_cvtepi32_epi16((__m512i)value);
+#elif defined(__AVX2__)
+    return (vhalf)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)value), _mm256_extracti128_si256((__m256i)value, 1));
+#else
+    return __builtin_convertvector(value, vhalf);
+#endif
+}
+INLINE vfloat vfloat_of(vhalf half) { return (vfloat)(widen_halves(half) << 16); }
 INLINE vhalf vhalf_of(vfloat value) {
     vint bits = (vint)value;
     vint rounded = bits + 0x7fff + ((bits >> 16) & 1);
     vint is_nan = (bits & 0x7fffffff) > 0x7f800000;
     bits = (is_nan & (bits | 0x400000)) | (~is_nan & rounded);
-    return __builtin_convertvector((bits >> 16) & 0xffff, vhalf);
+    return narrow_to_halves((bits >> 16) & 0xffff);
 }
 
 /* Elements of either type; `is_half` is a constant wherever these are inlined. */

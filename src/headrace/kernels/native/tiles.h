@@ -138,15 +138,24 @@ INLINE void shape_tiles(int upper, int lower) {
     _tile_loadconfig(&shapes);
 }
 
-/* sums[rows, COLUMNS] = x[rows, inputs] times a panel, for up to 2 * TILE_ROWS rows. */
-INLINE void multiply_tiles(const uint16_t *x, int64_t x_stride, const uint16_t *weight, int64_t padded_in, float *sums,
-                           const int has_lower, const int fetches) {
+/* sums[rows, COLUMNS] (+)= x[rows, count] times a panel, for up to 2 * TILE_ROWS rows. */
+INLINE void multiply_tiles(const uint16_t *x, int64_t x_stride, const uint16_t *weight, int64_t count, float *sums,
+                           int adds, const int has_lower, const int fetches) {
     const int64_t pair_bytes = COLUMNS * 4, x_bytes = x_stride * 2;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t i = 0; i < padded_in; i += TILE_IN) {
+    if (adds) {
+        _tile_loadd(0, sums, COLUMNS * 4);
+        _tile_loadd(1, sums + LANES, COLUMNS * 4);
+        if (has_lower) {
+            _tile_loadd(2, sums + TILE_ROWS * COLUMNS, COLUMNS * 4);
+            _tile_loadd(3, sums + TILE_ROWS * COLUMNS + LANES, COLUMNS * 4);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t i = 0; i < count; i += TILE_IN) {
         const uint16_t *w = weight + i * COLUMNS;
         if (fetches)
             for (int line = 0; line < TILE_IN * COLUMNS * 2; line += 64)
@@ -170,6 +179,21 @@ INLINE void multiply_tiles(const uint16_t *x, int64_t x_stride, const uint16_t *
     }
 }
 
+/* Any number of rows. `fetches` asks for the panel ahead of its use, which pays where few rows share it. */
+static void multiply_rows_by_tiles(const uint16_t *x, int64_t x_stride, const uint16_t *weight, int64_t count,
+                                   float *sums, int adds, int64_t num_rows, int fetches) {
+    for (int64_t row = 0; row < num_rows; row += 2 * TILE_ROWS) {
+        int rows = num_rows - row < 2 * TILE_ROWS ? (int)(num_rows - row) : 2 * TILE_ROWS;
+        const uint16_t *at = x + row * x_stride;
+        float *to = sums + row * COLUMNS;
+        shape_tiles(rows < TILE_ROWS ? rows : TILE_ROWS, rows - TILE_ROWS);
+        if (rows > TILE_ROWS) multiply_tiles(at, x_stride, weight, count, to, adds, 1, 0);
+        else if (fetches) multiply_tiles(at, x_stride, weight, count, to, adds, 0, 1);
+        else multiply_tiles(at, x_stride, weight, count, to, adds, 0, 0);
+    }
+    _tile_release(); /* else every switch of threads saves eight kilobytes */
+}
+
 /* Linux hands out the tiles' registers on request, to a process and its threads. */
 static int has_tiles;
 __attribute__((constructor)) static void ask_for_tiles(void) {
@@ -177,5 +201,37 @@ __attribute__((constructor)) static void ask_for_tiles(void) {
     has_tiles = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 #endif
+
+/* How this machine multiplies with these types. */
+static int choose_mode(int is_half, int weight_is_half) {
+    if (!weight_is_half) return WIDE;
+    if (!is_half) return HALF;
+#if defined(__AMX_BF16__) /* such processors have slow dot instructions */
+    return has_tiles ? HALF_TILE : HALF;
+#elif defined(__AVX512BF16__)
+    return HALF_DOT;
+#else
+    return HALF;
+#endif
+}
+INLINE int takes_half(int mode) { return mode == HALF_DOT || mode == HALF_TILE; }
+
+/* sums[num_rows, panels * COLUMNS] (+)= x[num_rows, count] times a block of one or two panels. The rows are cut into
+ * register tiles of nearly equal height. */
+static void multiply_rows(int mode, const void *x, int64_t x_stride, const void *weight, int64_t panel_stride,
+                          int64_t count, float *sums, int adds, int64_t num_rows, int panels) {
+    int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int64_t n = 0, row = 0; n < num_tiles; n++) {
+        int rows = (int)(num_rows * (n + 1) / num_tiles - row);
+        const void *at = offset_by(x, row * x_stride, takes_half(mode));
+        float *to = sums + row * panels * COLUMNS;
+        if (mode == WIDE) wide_tile(at, x_stride, weight, panel_stride, count, to, adds, rows, panels);
+#if defined(__AVX512BF16__)
+        else if (mode == HALF_DOT) half_dot_tile(at, x_stride, weight, panel_stride, count, to, adds, rows, panels);
+#endif
+        else half_tile(at, x_stride, weight, panel_stride, count, to, adds, rows, panels);
+        row += rows;
+    }
+}
 
 #endif

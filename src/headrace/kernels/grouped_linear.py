@@ -1,0 +1,162 @@
+"""A product with a weight of small codes: weight = scale * code + offset, for groups of inputs of an output.
+
+Activations are not quantised. The result is that of `packed_linear` with the weight the codes stand for (rounded to
+bfloat16 first where the processor multiplies bfloat16 in matrix tiles and the activations are bfloat16), at a third to
+a half of its memory traffic. The same row has the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._native import dtype_flag, library, num_threads
+
+__all__ = ["grouped_linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedCodes:
+    """A weight as codes, a byte each, before it is packed."""
+
+    codes: Tensor
+    """[out, in]: uint8 0 to 15 (4 bits) or int8 (8 bits)."""
+    scales: Tensor
+    """[out, in / group] float32"""
+    offsets: Tensor | None
+    """[out, in / group] float32; None is zero."""
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.codes.dtype == torch.uint8 else 8
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale: 16 or 32."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def weight(self) -> Tensor:
+        """[out, in] float32"""
+        grouped = self.codes.unflatten(1, (-1, self.group)).float() * self.scales.unsqueeze(2)
+        return (grouped if self.offsets is None else grouped + self.offsets.unsqueeze(2)).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A weight of codes in the layout of the compiled kernel, which depends on this machine."""
+
+    data: Tensor
+    out_features: int
+    in_features: int
+    bits: int
+    group: int
+    scale_is_half: bool
+    has_offset: bool
+
+
+def can_pack_codes(codes: GroupedCodes) -> bool:
+    """Whether this machine has the compiled kernel, and it takes these groups."""
+    whole_groups = codes.codes.shape[1] % codes.scales.shape[1] == 0
+    return library() is not None and whole_groups and codes.group in (16, 32)
+
+
+def pack_codes(codes: GroupedCodes) -> Grouped:
+    """Copy codes to the kernel's layout. Scales and offsets are kept in float16 if that changes none of them."""
+    native = library()
+    assert native is not None, "ask can_pack_codes first"
+    out_features, in_features = codes.codes.shape
+    scales, offsets, values = codes.scales.contiguous(), codes.offsets, codes.codes.contiguous()
+    offsets = None if offsets is None else offsets.contiguous()
+    half = _fits_half(scales) and (offsets is None or _fits_half(offsets))
+    sizes = (out_features, in_features, codes.bits, codes.group, half)
+    data = torch.zeros(native.hr_grouped_packed_size(*sizes, offsets is not None), dtype=torch.uint8)
+    native.hr_grouped_pack(
+        values.data_ptr(),
+        scales.data_ptr(),
+        0 if offsets is None else offsets.data_ptr(),
+        data.data_ptr(),
+        *sizes,
+        num_threads(),
+    )
+    return Grouped(data, *sizes, offsets is not None)
+
+
+def grouped_linear(
+    x: Tensor, weight: Grouped, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x times the weight's transpose, plus the bias; products are summed in float32.
+
+    Args:
+        x: [tokens, in] of any floating type.
+        bias: [out] float32.
+        out_dtype: x's dtype by default.
+
+    Returns:
+        [tokens, out]. A row depends on that row of x only, to the last bit.
+    """
+    native = library()
+    assert native is not None
+    assert x.shape[1] == weight.in_features, f"{x.shape[1]} features for a weight of {weight.in_features}"
+    out_dtype = out_dtype or x.dtype
+    if dtype_flag(x) is None or x.stride(-1) != 1:
+        x = x.float().contiguous()
+    out = torch.empty(
+        (x.shape[0], weight.out_features), dtype=torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    )
+    failed = native.hr_grouped_linear(
+        x.data_ptr(),
+        weight.data.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        weight.in_features,
+        weight.out_features,
+        x.stride(0),
+        dtype_flag(x),
+        dtype_flag(out),
+        weight.bits,
+        weight.group,
+        weight.scale_is_half,
+        weight.has_offset,
+        num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for a product's scratch: lower max_num_tokens")
+    return out if out.dtype == out_dtype else out.to(out_dtype)
+
+
+def grouped_linear_twin(
+    x: Tensor, weight: Grouped, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The plain torch form of `grouped_linear`, in float64."""
+    product = x.double() @ grouped_rows(weight, torch.arange(weight.out_features)).double().t()
+    if bias is not None:
+        product = product + bias
+    return product.to(out_dtype or x.dtype)
+
+
+def grouped_rows(weight: Grouped, ids: Tensor) -> Tensor:
+    """Rows of the weight: ids [n] int64 -> [n, in] float32."""
+    native = library()
+    assert native is not None
+    out = torch.empty((ids.shape[0], weight.in_features), dtype=torch.float32)
+    failed = native.hr_grouped_rows(
+        weight.data.data_ptr(),
+        ids.contiguous().data_ptr(),
+        out.data_ptr(),
+        ids.shape[0],
+        weight.in_features,
+        weight.bits,
+        weight.group,
+        weight.scale_is_half,
+        weight.has_offset,
+    )
+    if failed:
+        raise MemoryError("no memory for an embedding's scratch")
+    return out
+
+
+def _fits_half(values: Tensor) -> bool:
+    return torch.equal(values.half().float(), values)

@@ -1,0 +1,40 @@
+"""Four-bit weights made at load: a float16 scale and offset for 32 inputs of an output. Activations stay as they are.
+
+The same form as GGUF's Q4_1. On a CPU; elsewhere the weight stays dense.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.grouped_linear import GroupedCodes
+from headrace.quant import _grouped
+from headrace.quant.port import ActLike, PreparedWeight
+
+__all__ = ["Int4Weight"]
+
+
+class Int4Weight:
+    """A third of the memory of bfloat16; a group's weights become 16 even steps from its smallest to its largest."""
+
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
+        """weight: [out, in]; bias: [out]."""
+        return _grouped.prepare_by(encode, weight, bias)
+
+    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[tokens, in] -> [tokens, out]"""
+        return _grouped.linear(act, prepared, out_dtype)
+
+    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
+        """ids [n] int64 -> [n, in]"""
+        return _grouped.rows(prepared, ids)
+
+
+def encode(weight: Tensor) -> GroupedCodes:
+    """[out, in] float32, in a multiple of the group."""
+    grouped = weight.unflatten(1, (-1, _grouped.GROUP))
+    smallest, largest = grouped.amin(2), grouped.amax(2)
+    scales, offsets = ((largest - smallest) / 15).half().float(), smallest.half().float()
+    steps = (grouped - offsets.unsqueeze(2)) / scales.unsqueeze(2).where(scales.unsqueeze(2) > 0, 1.0)
+    return GroupedCodes(steps.round().clamp(0, 15).to(torch.uint8).flatten(1), scales, offsets)

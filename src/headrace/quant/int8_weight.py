@@ -1,0 +1,39 @@
+"""Eight-bit weights made at load: a float16 scale for 32 inputs of an output, no offset. Activations stay as they are.
+
+On a CPU; elsewhere the weight stays dense.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.grouped_linear import GroupedCodes
+from headrace.quant import _grouped
+from headrace.quant.port import ActLike, PreparedWeight
+
+__all__ = ["Int8Weight"]
+
+
+class Int8Weight:
+    """About half the memory of bfloat16; an error of at most half a step of 1/127 of a group's largest weight."""
+
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
+        """weight: [out, in]; bias: [out]."""
+        return _grouped.prepare_by(encode, weight, bias)
+
+    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[tokens, in] -> [tokens, out]"""
+        return _grouped.linear(act, prepared, out_dtype)
+
+    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
+        """ids [n] int64 -> [n, in]"""
+        return _grouped.rows(prepared, ids)
+
+
+def encode(weight: Tensor) -> GroupedCodes:
+    """[out, in] float32, in a multiple of the group."""
+    grouped = weight.unflatten(1, (-1, _grouped.GROUP))
+    scales = (grouped.abs().amax(2) / 127).half().float()
+    steps = grouped / scales.unsqueeze(2).where(scales.unsqueeze(2) > 0, 1.0)
+    return GroupedCodes(steps.round().clamp(-127, 127).to(torch.int8).flatten(1), scales, None)
