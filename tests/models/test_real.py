@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 BLOCK_SIZE = 32
 KEPT = 8
 """Positions compared of a prompt: all of 512 by a vocabulary of 262,144 would be half a gibibyte of logits, twice."""
-REAL_TOLERANCE = 2e-3
-"""Logits here reach 30, and 18 to 30 layers of float32 sums in another order stand behind them."""
+REAL_TOLERANCE = 2e-4
+"""Logits here reach 38; they differ by up to 6.3e-5, the float32 sums of 18 to 30 layers in another order."""
 
 
 def load_oracle(source: ModelSource) -> Any:

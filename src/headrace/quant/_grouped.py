@@ -58,11 +58,9 @@ def prepare_codes(codes: GroupedCodes, bias: Tensor | None, dtype: torch.dtype) 
     return GroupedWeight(pack_codes(codes), None if bias is None else bias.float(), dtype)
 
 
-def prepare_by(
-    encode: Callable[[Tensor], GroupedCodes], weight: Tensor, bias: Tensor | None
-) -> PreparedWeight:
+def prepare_by(encode: Callable[[Tensor], GroupedCodes], weight: Tensor, bias: Tensor | None) -> PreparedWeight:
     """Encode a dense weight [out, in], some rows at a time. One whose inputs don't fill groups stays dense."""
-    num_rows, in_features = weight.shape
+    in_features = weight.shape[1]
     if weight.device.type != "cpu" or in_features % GROUP:
         return Dense().prepare(weight, bias)
     parts = [encode(rows.float()) for rows in weight.split(max(1, _CHUNK_ELEMENTS // in_features))]

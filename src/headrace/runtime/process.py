@@ -17,6 +17,9 @@ from headrace.runtime.children import end_with_parent, read_order
 log = logging.getLogger("headrace.runtime")
 
 
+HELLO_WAIT_S = 0.3
+
+
 class RuntimeOrder(msgspec.Struct):
     """What the process is told on its standard input."""
 
@@ -43,6 +46,7 @@ def main() -> int:
     except BaseException as error:  # the front ends are told, then the process ends
         told = failed(error)
         link.greet(told)
+        link.receive(HELLO_WAIT_S)  # front ends whose Hello is still on its way are answered as it is read
         log.error("%s", told.message)
         log.debug("%s", told.traceback)
         return 2 if told.bad_input else 1
