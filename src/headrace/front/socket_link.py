@@ -12,8 +12,11 @@ from typing import Protocol
 import zmq
 
 from headrace import wire
+from headrace.log import get
 
 __all__ = ["ChildRuntime", "SocketLink"]
+
+log = get("front")
 
 POLL_MS = 200
 CLOSE_TIMEOUT_S = 4.0
@@ -43,7 +46,7 @@ class SocketLink:
         self._runtime = runtime
         self._on_message = on_message
         self._front = front
-        self._outbox: queue.SimpleQueue[wire.Up] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._wake_address = f"inproc://wake-{id(self)}"
         self._closing = threading.Event()
@@ -58,7 +61,7 @@ class SocketLink:
         self.send(wire.Hello(front=self._front))
 
     def send(self, message: wire.Up) -> None:
-        self._outbox.put(message)
+        self._outbox.put(wire.encode(message))  # here: a value that can't travel is its sender's error
         self._wake()
 
     def close(self) -> None:
@@ -92,12 +95,15 @@ class SocketLink:
                 if sleeper in ready:
                     sleeper.recv()
                 while not self._outbox.empty():
-                    socket.send(wire.encode(self._outbox.get()))
+                    socket.send(self._outbox.get())
                 if socket in ready:
                     self._on_message(wire.decode_down(socket.recv()))
                 elif self._runtime.returncode is not None and not self._closing.is_set():
                     self._on_message(wire.Failed(cause_of_death(self._runtime)))
                     return
+        except Exception as error:  # the callers must not wait for ever
+            log.exception("the link to the runtime broke")
+            self._on_message(wire.Failed(f"{type(error).__name__} in the link to the runtime: {error}"))
         finally:
             socket.close()
             sleeper.close()

@@ -1,5 +1,7 @@
 """A GGUF file's own blocks, multiplied as they are: no weight is dequantised in memory.
 
+Activations are rounded to 8 bits for the product (see `kernels/grouped_linear.py`).
+
 Formats: the block layouts of ggml. Each is codes with a scale and an offset for 16 or 32 inputs, exactly.
 """
 

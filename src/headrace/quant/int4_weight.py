@@ -1,6 +1,7 @@
-"""Four-bit weights made at load: a float16 scale and offset for 32 inputs of an output. Activations stay as they are.
+"""Four-bit weights made at load: a float16 scale and offset for 32 inputs of an output.
 
-The same form as GGUF's Q4_1. On a CPU; elsewhere the weight stays dense.
+The same form as GGUF's Q4_1. Activations are rounded to 8 bits for the product (see `kernels/grouped_linear.py`). On a
+CPU; elsewhere the weight stays dense.
 """
 
 from __future__ import annotations

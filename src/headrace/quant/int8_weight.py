@@ -1,4 +1,6 @@
-"""Eight-bit weights made at load: a float16 scale for 32 inputs of an output, no offset. Activations stay as they are.
+"""Eight-bit weights made at load: a float16 scale for 32 inputs of an output, no offset.
+
+Activations are rounded to 8 bits for the product (see `kernels/grouped_linear.py`).
 
 On a CPU; elsewhere the weight stays dense.
 """

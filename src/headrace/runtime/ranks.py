@@ -97,15 +97,19 @@ class RankGroup:
 
     def _broadcast(self, message: codec.ToRank) -> None:
         data = codec.encode(message)
-        for socket in self._sockets:
-            socket.send(data)
+        for rank in range(self.size):
+            self._wait(rank, zmq.POLLOUT)  # a dead rank has no peer: sending would block for ever
+            self._sockets[rank].send(data)
 
-    def _expect(self, rank: int, kind: type[Message]) -> Message:
-        """The rank's next message; watches all ranks while waiting, since any one stops the others."""
-        while not self._sockets[rank].poll(int(POLL_S * 1000)):
+    def _wait(self, rank: int, event: int) -> None:
+        """Until the rank's socket is ready; watches all ranks, since any one that ends stops the others."""
+        while not self._sockets[rank].poll(int(POLL_S * 1000), event):
             for other, process in enumerate(self._processes):
                 if process.poll() is not None and not self._sockets[other].poll(0):
                     raise RankFailed(f"rank {other} ended with exit code {process.returncode}")
+
+    def _expect(self, rank: int, kind: type[Message]) -> Message:
+        self._wait(rank, zmq.POLLIN)
         message = codec.decode_from_rank(self._sockets[rank].recv())
         if isinstance(message, codec.Broken):
             text = f"rank {rank}: {message.message}"

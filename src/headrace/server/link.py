@@ -16,26 +16,37 @@ __all__ = ["RuntimeLink"]
 class RuntimeLink:
     """A DEALER socket on the event loop. Frames are handed on undecoded, in order."""
 
-    def __init__(self, address: str, on_frame: Callable[[bytes], None], *, front: int = 1) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_frame: Callable[[bytes], None],
+        *,
+        front: int = 1,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """`on_failure` is told when the link can't go on; without it, requests would wait for ever."""
         self.front = front
         self._address = address
         self._on_frame = on_frame
+        self._on_failure = on_failure
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 100
         self._socket.set_hwm(0)
-        self._outbox: asyncio.Queue[wire.Up] = asyncio.Queue()
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Connect; the runtime need not be there yet."""
         self._socket.connect(self._address)
-        self.send(wire.Hello(front=self.front))
+        self.send(wire.encode(wire.Hello(front=self.front)))
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
-    def send(self, message: wire.Up) -> None:
-        """From the event loop's thread; order is kept."""
-        self._outbox.put_nowait(message)
+    def send(self, frame: bytes) -> None:
+        """From the event loop's thread; order is kept. Encoded by the caller, whom a value that can't travel concerns."""
+        self._outbox.put_nowait(frame)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -50,4 +61,9 @@ class RuntimeLink:
 
     async def _send(self) -> None:
         while True:
-            await self._socket.send(wire.encode(await self._outbox.get()))
+            await self._socket.send(await self._outbox.get())
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_failure(error)

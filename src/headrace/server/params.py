@@ -14,6 +14,7 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+MAX_ID_DIGITS = 10
 
 SAME_NAME = (
     "min_tokens", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
@@ -71,8 +72,8 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
         return None
     bias: dict[int, float] = {}
     for key, value in given.items():
-        if not key.isascii() or not key.isdigit():
-            raise RequestError(f"logit_bias keys are token ids, got {key!r}", param="logit_bias")
+        if not key.isascii() or not key.isdigit() or len(key) > MAX_ID_DIGITS:
+            raise RequestError(f"logit_bias keys are token ids, got {key[:40]!r}", param="logit_bias")
         if abs(value) > MAX_BIAS:
             raise RequestError(f"logit_bias of {key} must be from -100 to 100, got {value}", param="logit_bias")
         bias[int(key)] = value

@@ -84,7 +84,7 @@ class Service:
         self._info = asyncio.get_running_loop().create_future()
         self._settling = asyncio.create_task(self._become_ready(self._info))
         self._pump.start()
-        self._link = RuntimeLink(address, self._pump.put, front=FRONT)
+        self._link = RuntimeLink(address, self._pump.put, front=FRONT, on_failure=self._link_failed)
         self._link.start()
 
     async def close(self) -> None:
@@ -139,13 +139,14 @@ class Service:
         self.kitchen()
         requests = prepared.requests
         self._require_room(len(requests), sum(len(request.prompt) for request in requests))
+        frame = wire.encode(wire.Submit(requests))  # first: a request that can't travel leaves nothing behind
         job = Job(prepared.answer, Feed())
         for collector in prepared.collectors:
             job.add(collector)
             self.router.add(collector)
         self.jobs.add(job)
         self.counters.accepted += 1
-        self._send(wire.Submit(requests))
+        self._send_frame(frame)
         return job
 
     def abort(self, job: Job) -> None:
@@ -172,8 +173,14 @@ class Service:
             raise Unavailable(f"the queue is full ({limit} prompt tokens)", status=429, code="queue_full")
 
     def _send(self, message: wire.Up) -> None:
+        self._send_frame(wire.encode(message))
+
+    def _send_frame(self, frame: bytes) -> None:
         if self._link is not None and self.state != "failed":
-            self._link.send(message)
+            self._link.send(frame)
+
+    def _link_failed(self, error: BaseException) -> None:
+        self.fail(wire.Failed(f"the link to the runtime broke: {type(error).__name__}: {error}"))
 
     # ---- from the pump -----------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
  * Layout: panels of COLUMNS output features; a panel holds, for each pair of input features, COLUMNS neighbouring
  * pairs [inputs / 2, COLUMNS, 2] (bfloat16), or [inputs, COLUMNS] (float32); both dimensions are padded with zeros.
  * A pair in one 32-bit word is what the bfloat16 dot instructions and tiles take, and two operations widen it without
- * them. Weights in groups of codes have a layout of their own (grouped.h).
+ * them.
  *
  * An output is the sum over blocks of BLOCK input features, in order, of a sum that adds one input feature (one pair
  * with bfloat16 dot instructions) after another; with matrix tiles (AMX) it is the sum that those make of TILE_IN
@@ -11,9 +11,9 @@
  * and the number of threads leave no trace. Tiling after Goto and van de Geijn (2008).
  */
 #define _GNU_SOURCE
-#include "grouped.h"
+#include "tiles.h"
 
-#define INPUTS 32 /* what the inputs are padded to a multiple of: a tile's, and a chunk's */
+#define INPUTS 32 /* what the inputs are padded to a multiple of: a matrix tile's */
 #define ROWS_A_UNIT (8 * MAX_ROWS)
 /* From this many rows on it pays to widen a block of a bfloat16 panel once instead of in every register tile. */
 #define WIDEN_ROWS (2 * MAX_ROWS)
@@ -28,8 +28,7 @@ struct product {
     int64_t num_rows, padded_in, out_features, x_stride;
     int64_t panels_a_unit, row_units;
     int mode, out_is_half;
-    struct grouping grouping; /* bits 0: a dense weight */
-    float *scratch;           /* per thread: sums, then an expanded block */
+    float *scratch; /* per thread: sums, then a widened block */
 };
 
 #define SUM_FLOATS (ROWS_A_UNIT * COLUMNS * 2)
@@ -53,8 +52,8 @@ static void write_sums(const struct product *p, const float *sums, int64_t first
 }
 
 /* The sums of some rows and panels, a block of inputs after another. */
-static void sum_dense(const struct product *p, int64_t panel, int panels, int64_t first_row, int64_t num_rows,
-                      float *sums, float *widened) {
+static void sum_panels(const struct product *p, int64_t panel, int panels, int64_t first_row, int64_t num_rows,
+                       float *sums, float *widened) {
     int64_t panel_stride = p->padded_in * COLUMNS;
     int half = p->mode != WIDE, widens = p->mode == HALF && num_rows >= WIDEN_ROWS;
     const void *weight = offset_by(p->weight, panel * panel_stride, half);
@@ -73,39 +72,15 @@ static void sum_dense(const struct product *p, int64_t panel, int panels, int64_
                       i > 0, num_rows, panels);
     }
 }
-static void sum_grouped(const struct product *p, int64_t panel, int64_t first_row, int64_t num_rows, float *sums,
-                        float *expanded) {
-    const struct grouping *g = &p->grouping;
-    const uint8_t *chunk = (const uint8_t *)p->weight + panel * (p->padded_in / CHUNK) * chunk_bytes(g);
-    const void *x = offset_by(p->x, first_row * p->x_stride, takes_half(p->mode));
-    for (int64_t i = 0; i < p->padded_in; i += BLOCK) {
-        int64_t count = p->padded_in - i < BLOCK ? p->padded_in - i : BLOCK;
-        const void *at = offset_by(x, i, takes_half(p->mode));
-#if defined(__AMX_BF16__)
-        if (p->mode == HALF_TILE) {
-            expand(g, chunk, count / CHUNK, expanded, 1);
-            multiply_rows_by_tiles(at, p->x_stride, (const uint16_t *)expanded, count, sums, i > 0, num_rows, 0);
-        } else
-#endif
-        if (num_rows <= GROUPED_ROWS) {
-            multiply_grouped_rows(g, at, p->x_stride, chunk, count / CHUNK, sums, i > 0, num_rows);
-        } else {
-            expand(g, chunk, count / CHUNK, expanded, 0);
-            multiply_rows(WIDE, at, p->x_stride, expanded, 0, count, sums, i > 0, num_rows, 1);
-        }
-        chunk += count / CHUNK * chunk_bytes(g);
-    }
-}
 
 static void product_unit(void *context, int64_t unit, int thread) {
     const struct product *p = context;
     int64_t first_row = p->num_rows * (unit % p->row_units) / p->row_units;
     int64_t num_rows = p->num_rows * (unit % p->row_units + 1) / p->row_units - first_row;
     int64_t panel = unit / p->row_units * p->panels_a_unit, panels = p->panels_a_unit;
-    float *sums = p->scratch + thread * SCRATCH_FLOATS, *expanded = sums + SUM_FLOATS;
+    float *sums = p->scratch + thread * SCRATCH_FLOATS, *widened = sums + SUM_FLOATS;
     if (panel * COLUMNS + COLUMNS >= p->out_features) panels = 1;
-    if (p->grouping.bits) sum_grouped(p, panel, first_row, num_rows, sums, expanded);
-    else sum_dense(p, panel, (int)panels, first_row, num_rows, sums, expanded);
+    sum_panels(p, panel, (int)panels, first_row, num_rows, sums, widened);
     write_sums(p, sums, first_row, num_rows, panel * COLUMNS, panels * COLUMNS);
 }
 
@@ -138,7 +113,7 @@ static int64_t run_product(struct product *p, int64_t in, int is_half, int64_t t
         copy = copy_inputs(p->x, p->num_rows, in, p->x_stride, is_half, takes_half(p->mode));
         p->x = copy, p->x_stride = p->padded_in;
     }
-    p->panels_a_unit = p->num_rows <= 3 && p->mode != HALF_TILE && !p->grouping.bits ? 2 : 1;
+    p->panels_a_unit = p->num_rows <= 3 && p->mode != HALF_TILE ? 2 : 1;
     p->row_units = (p->num_rows + ROWS_A_UNIT - 1) / ROWS_A_UNIT;
     p->scratch = aligned_alloc(64, sizeof(float) * SCRATCH_FLOATS * threads);
     int ready = p->x && p->scratch;
@@ -149,8 +124,6 @@ static int64_t run_product(struct product *p, int64_t in, int is_half, int64_t t
     free(p->scratch);
     return ready ? 0 : 1;
 }
-
-/* ---- dense weights ---- */
 
 /* Elements of a packed weight. */
 EXPORT int64_t hr_linear_packed_size(int64_t out_features, int64_t in) {
@@ -216,57 +189,5 @@ EXPORT int64_t hr_linear(const void *x, const void *packed, const float *bias, v
     struct product p = {.x = x, .weight = packed, .bias = bias, .out = out, .num_rows = num_rows,
                         .out_features = out_features, .x_stride = x_stride, .out_is_half = (int)out_is_half,
                         .mode = choose_mode((int)is_half, (int)packed_is_half)};
-    return run_product(&p, in, (int)is_half, threads);
-}
-
-/* ---- weights in groups ---- */
-
-INLINE struct grouping grouping_of(int64_t bits, int64_t group, int64_t scale_is_half, int64_t has_offset) {
-    return (struct grouping){(int)bits, (int)group, (int)scale_is_half, (int)has_offset};
-}
-
-/* Bytes of a packed weight. */
-EXPORT int64_t hr_grouped_packed_size(int64_t out_features, int64_t in, int64_t bits, int64_t group,
-                                      int64_t scale_is_half, int64_t has_offset) {
-    struct grouping g = grouping_of(bits, group, scale_is_half, has_offset);
-    return num_panels(out_features) * (padded_inputs(in) / CHUNK) * chunk_bytes(&g);
-}
-
-/* codes: [out_features, in] bytes; scales, offsets: [out_features, in / group]; packed: all zeros. */
-EXPORT void hr_grouped_pack(const uint8_t *codes, const float *scales, const float *offsets, uint8_t *packed,
-                            int64_t out_features, int64_t in, int64_t bits, int64_t group, int64_t scale_is_half,
-                            int64_t threads) {
-    struct grouped_packing p = {codes, scales, offsets, packed, out_features, in,
-                                grouping_of(bits, group, scale_is_half, offsets != NULL)};
-    run_units(num_panels(out_features), (int)threads, pack_grouped_panel, &p);
-}
-
-/* Rows of the weight by id, as float32. */
-EXPORT int64_t hr_grouped_rows(const uint8_t *packed, const int64_t *ids, float *out, int64_t num_ids, int64_t in,
-                               int64_t bits, int64_t group, int64_t scale_is_half, int64_t has_offset) {
-    struct grouping g = grouping_of(bits, group, scale_is_half, has_offset);
-    int64_t num_chunks = padded_inputs(in) / CHUNK;
-    float *expanded = aligned_alloc(64, sizeof(float) * CHUNK * COLUMNS);
-    if (!expanded) return 1;
-    for (int64_t n = 0; n < num_ids; n++)
-        for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
-            expand(&g, packed + (ids[n] / COLUMNS * num_chunks + chunk) * chunk_bytes(&g), 1, expanded, 0);
-            for (int64_t i = chunk * CHUNK; i < in && i < (chunk + 1) * CHUNK; i++)
-                out[n * in + i] = expanded[i % CHUNK * COLUMNS + ids[n] % COLUMNS];
-        }
-    free(expanded);
-    return 0;
-}
-
-EXPORT int64_t hr_grouped_linear(const void *x, const void *packed, const float *bias, void *out, int64_t num_rows,
-                                 int64_t in, int64_t out_features, int64_t x_stride, int64_t is_half,
-                                 int64_t out_is_half, int64_t bits, int64_t group, int64_t scale_is_half,
-                                 int64_t has_offset, int64_t threads) {
-    struct product p = {.x = x, .weight = packed, .bias = bias, .out = out, .num_rows = num_rows,
-                        .out_features = out_features, .x_stride = x_stride, .out_is_half = (int)out_is_half,
-                        .mode = WIDE, .grouping = grouping_of(bits, group, scale_is_half, has_offset)};
-#if defined(__AMX_BF16__)
-    if (is_half && has_tiles) p.mode = HALF_TILE;
-#endif
     return run_product(&p, in, (int)is_half, threads);
 }

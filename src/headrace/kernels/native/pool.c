@@ -19,7 +19,7 @@
 #define OPEN 0x40000000
 #define INSIDE 0x3fffffff
 /* A helper looks for the next job this long before it sleeps: about what lies between two kernels of a step. */
-#define LOOK_NS 200000
+#define LOOK_NS 50000
 
 static struct {
     int door;     /* OPEN or not, and how many helpers are inside */
