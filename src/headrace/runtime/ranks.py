@@ -104,14 +104,23 @@ class RankGroup:
     def _wait(self, rank: int, event: int) -> None:
         """Until the rank's socket is ready; watches all ranks, since any one that ends stops the others."""
         while not self._sockets[rank].poll(int(POLL_S * 1000), event):
-            for other, process in enumerate(self._processes):
-                if process.poll() is not None and not self._sockets[other].poll(0):
-                    raise RankFailed(f"rank {other} ended with exit code {process.returncode}")
+            for other in range(self.size):
+                if not self._sockets[other].poll(0):
+                    self._raise_if_dead(other)
+
+    def _raise_if_dead(self, rank: int) -> None:
+        code = self._processes[rank].poll()
+        if code is not None:
+            raise RankFailed(f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} ended ({code})")
 
     def _expect(self, rank: int, kind: type[Message]) -> Message:
         self._wait(rank, zmq.POLLIN)
         message = codec.decode_from_rank(self._sockets[rank].recv())
         if isinstance(message, codec.Broken):
+            # What one rank reports may be another's death: name that one.
+            for other in range(self.size):
+                if other != rank and not self._sockets[other].poll(0):
+                    self._raise_if_dead(other)
             text = f"rank {rank}: {message.message}"
             raise ValueError(text) if message.bad_input else RankFailed(text)
         assert isinstance(message, kind), message
