@@ -1,6 +1,6 @@
 """Ask a running server one question through the official `openai` client, streamed.
 
-    python examples/ask.py "What is the capital of France?"
+python examples/ask.py "What is the capital of France?"
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def draw_stored(qtype: str, num_rows: int, in_features: int) -> tuple[Tensor, Te
 
 def assert_near(out: Tensor, wanted: Tensor) -> None:
     """Within what rounding the activations may do."""
-    assert (out - wanted).norm() < 0.01 * wanted.norm()
+    assert (out - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("qtype", FLOATS_AT)
