@@ -28,5 +28,7 @@ wanted="$(cat pyproject.toml constraints.txt | sha256sum | cut -d' ' -f1)"
 if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]]; then
     echo "setup: installing headrace${extras:+[$extras]} into $venv (a few minutes the first time)" >&2
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".${extras:+[$extras]}"
+    # The CPU kernels are compiled now rather than in the first start; without a compiler torch's own are used.
+    "$venv/bin/python" -c "from headrace.kernels._native import library; library()" || true
     echo "$wanted" >"$stamp"
 fi

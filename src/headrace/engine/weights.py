@@ -103,7 +103,7 @@ def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
         unit="tensor",
         delay=PROGRESS_AFTER_S,
         file=sys.stderr,
-        disable=not progress,
+        disable=None if progress else True,  # None: no bar where nobody sees it move
         leave=False,
     )
     with bar, torch.inference_mode():

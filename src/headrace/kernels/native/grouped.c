@@ -241,6 +241,98 @@ INLINE void grouped_tile(const struct grouped_product *p, int64_t first_row, int
     for (int r = 0; r < num_rows; r++) write_columns(p, first_row + r, panel, sum[r]);
 }
 
+#if defined(__AMX_INT8__)
+#define TILE_ROWS 16
+#define MIN_TILE_ROWS 5 /* below, vectors are as fast */
+#define GROUPS_AT_ONCE 4
+
+/* Tiles 0 to 3 are dot products of a group each; 4 and 5 hold activations, 6 and 7 words of codes. */
+INLINE void shape_group_tiles(int group) {
+    struct tile_shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shapes.rows[i] = i < 6 ? TILE_ROWS : (uint8_t)(group / 4);
+        shapes.row_bytes[i] = i == 4 || i == 5 ? (uint16_t)group : 64;
+    }
+    _tile_loadconfig(&shapes);
+}
+
+#define DOT_GROUP(n, a, w)                                                                                            \
+    if (n < count) {                                                                                                  \
+        _tile_zero(n);                                                                                                \
+        _tile_loadd(a, x + n * g->group, padded);                                                                     \
+        _tile_loadd(w, at[n], 64);                                                                                    \
+        _tile_dpbsud(n, a, w);                                                                                        \
+        _tile_stored(n, dots[n], 64);                                                                                 \
+    }
+
+/* TILE_ROWS rows times a panel, with the bits of grouped_tile: dot products are exact, and what is made of them is the
+ * same. Of the rows, num_rows are written. */
+INLINE void grouped_matrix_tile(const struct grouped_product *p, int64_t first_row, int64_t panel, int num_rows,
+                                const int bits, const int has_offset) {
+    const struct grouping *g = &p->grouping;
+    const int groups_a_chunk = CHUNK / g->group, words_a_group = g->group / 4;
+    const int64_t groups = p->num_chunks * groups_a_chunk, padded = p->num_chunks * CHUNK, stride = chunk_bytes(g);
+    const uint8_t *chunks = p->packed + panel * p->num_chunks * stride;
+    int32_t dots[GROUPS_AT_ONCE][TILE_ROWS][COLUMNS] __attribute__((aligned(64)));
+    vint unpacked[GROUPS_AT_ONCE][WORDS];
+    vfloat sum[TILE_ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++) sum[r] = (vfloat){0};
+    for (int64_t first = 0; first < groups; first += GROUPS_AT_ONCE) {
+        const int count = groups - first < GROUPS_AT_ONCE ? (int)(groups - first) : GROUPS_AT_ONCE;
+        const int8_t *x = p->x.codes + first_row * padded + first * g->group;
+        const void *at[GROUPS_AT_ONCE];
+        for (int n = 0; n < count; n++) {
+            const uint8_t *chunk = chunks + (first + n) / groups_a_chunk * stride;
+            int64_t word = (first + n) % groups_a_chunk * words_a_group;
+            at[n] = chunk + word * COLUMNS * 4;
+            if (bits == 4) load_words(chunk, 4, unpacked[n]), at[n] = &unpacked[n][word];
+        }
+        DOT_GROUP(0, 4, 6)
+        DOT_GROUP(1, 5, 7)
+        DOT_GROUP(2, 4, 6)
+        DOT_GROUP(3, 5, 7)
+        for (int n = 0; n < count; n++) {
+            const uint8_t *chunk = chunks + (first + n) / groups_a_chunk * stride;
+            int part = (int)((first + n) % groups_a_chunk);
+            vfloat scale = scales_of(g, chunk, part), offset = has_offset ? offsets_of(g, chunk, part) : (vfloat){0};
+            int64_t place = first_row * groups + first + n;
+#pragma GCC unroll 16
+            for (int r = 0; r < TILE_ROWS; r++, place += groups) {
+                vint dot = *(const vint_at *)dots[n][r];
+                if (bits == 8) dot += p->x.start[place];
+                sum[r] = vfma(__builtin_convertvector(dot, vfloat) * p->x.scales[place], scale, sum[r]);
+                if (has_offset) sum[r] = vfma(vset(p->x.sums[place]), offset, sum[r]);
+            }
+        }
+    }
+    for (int r = 0; r < num_rows; r++) write_columns(p, first_row + r, panel, sum[r]);
+}
+
+/* Whole tiles of rows, and a last one that is not too empty. Returns the rows done. */
+static int64_t multiply_by_tiles(const struct grouped_product *p, int64_t first_row, int64_t panel, int64_t num_rows) {
+    int64_t row = 0;
+    if (!has_matrix_tiles || num_rows < MIN_TILE_ROWS) return 0;
+    shape_group_tiles(p->grouping.group);
+    for (; num_rows - row >= MIN_TILE_ROWS; row += TILE_ROWS) {
+        int rows = num_rows - row < TILE_ROWS ? (int)(num_rows - row) : TILE_ROWS;
+        if (p->grouping.bits == 4 && p->grouping.has_offset)
+            grouped_matrix_tile(p, first_row + row, panel, rows, 4, 1);
+        else if (p->grouping.bits == 4) grouped_matrix_tile(p, first_row + row, panel, rows, 4, 0);
+        else if (p->grouping.has_offset) grouped_matrix_tile(p, first_row + row, panel, rows, 8, 1);
+        else grouped_matrix_tile(p, first_row + row, panel, rows, 8, 0);
+    }
+    _tile_release();
+    return row < num_rows ? row : num_rows;
+}
+#else
+#define TILE_ROWS 1
+static int64_t multiply_by_tiles(const struct grouped_product *p, int64_t first_row, int64_t panel, int64_t num_rows) {
+    (void)p, (void)first_row, (void)panel, (void)num_rows;
+    return 0;
+}
+#endif
+
 #define GROUPED_TILES(name, bits, words)                                                                              \
     static void name(const struct grouped_product *p, int64_t row, int64_t panel, int64_t num_rows) {                 \
         int64_t end = row + num_rows;                                                                                 \
@@ -261,10 +353,11 @@ static void grouped_unit(void *context, int64_t unit, int thread) {
     int64_t first_panel = unit / p->row_units * p->panels_a_unit, end = first_panel + p->panels_a_unit;
     int64_t num_panels = num_panels_of(p->out_features);
     for (int64_t panel = first_panel; panel < end && panel < num_panels; panel++) {
-        if (p->grouping.bits == 4 && p->grouping.group == 32) tile_4_32(p, first_row, panel, num_rows);
-        else if (p->grouping.bits == 4) tile_4_16(p, first_row, panel, num_rows);
-        else if (p->grouping.group == 32) tile_8_32(p, first_row, panel, num_rows);
-        else tile_8_16(p, first_row, panel, num_rows);
+        int64_t done = multiply_by_tiles(p, first_row, panel, num_rows), row = first_row + done, left = num_rows - done;
+        if (p->grouping.bits == 4 && p->grouping.group == 32) tile_4_32(p, row, panel, left);
+        else if (p->grouping.bits == 4) tile_4_16(p, row, panel, left);
+        else if (p->grouping.group == 32) tile_8_32(p, row, panel, left);
+        else tile_8_16(p, row, panel, left);
     }
 }
 
@@ -282,9 +375,11 @@ EXPORT int64_t hr_grouped_linear(const void *x, const void *packed, const float 
                                 .out_is_half = (int)out_is_half,
                                 .grouping = grouping_of(bits, group, scale_is_half, has_offset)};
     if (num_rows == 0) return 0;
-    int64_t padded = p.num_chunks * CHUNK, groups = num_rows * (padded / group);
-    char *scratch = aligned_alloc(64, (groups * 12 + num_rows * padded + 63) / 64 * 64);
+    /* Matrix tiles read whole tiles of rows, starting anywhere. What the rows past the last hold is not written. */
+    int64_t padded = p.num_chunks * CHUNK, held_rows = num_rows + TILE_ROWS - 1, groups = held_rows * (padded / group);
+    char *scratch = aligned_alloc(64, (groups * 12 + held_rows * padded + 63) / 64 * 64);
     if (!scratch) return 1;
+    memset(scratch, 0, groups * 12);
     p.x = (struct rounded){(int8_t *)(scratch + groups * 12), (float *)scratch, (float *)scratch + groups,
                            (int32_t *)scratch + 2 * groups};
     for (int64_t row = 0; row < num_rows; row++)
