@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_the_number_of_threads_is_torchs_or_its_own() -> None:
 
 @needs_library
 def test_the_kernels_bring_no_second_openmp_runtime() -> None:
-    assert b"gomp" not in _native._built().read_bytes()
+    assert b"gomp" not in _native._built(_native._cache_dir()).read_bytes()
 
 
 @needs_library
@@ -130,8 +131,8 @@ def test_processes_that_build_at_the_same_time_agree(
 ) -> None:
     monkeypatch.setattr(_native, "SOURCES", tmp_path)
     (tmp_path / "answer.c").write_text("int answer(void) { return 42; }\n")
-    assert in_children(3, lambda: ctypes.CDLL(str(_native._built()))) == [0, 0, 0]
-    built = _native._built()
+    assert in_children(3, lambda: ctypes.CDLL(str(_native._built(_native._cache_dir())))) == [0, 0, 0]
+    built = _native._built(_native._cache_dir())
     assert [path.name for path in built.parent.iterdir()] == [built.name], "scratch was left behind"
     assert not hasattr(ctypes.CDLL(str(built)), "answer"), "only exported symbols are visible"
 
@@ -144,9 +145,22 @@ def test_a_changed_source_is_built_anew(tmp_path: Path, tmp_cache: Path, monkeyp
     built = []
     for value in (41, 42, 41):
         source.write_text(text.format(value))
-        built.append(_native._built())
+        built.append(_native._built(_native._cache_dir()))
         assert ctypes.CDLL(str(built[-1])).answer() == value
     assert built[0] == built[2] != built[1]
+
+
+@needs_library
+def test_a_cache_that_cant_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_native, "SOURCES", tmp_path)
+    (tmp_path / "answer.c").write_text("int answer(void) { return 42; }\n")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert _native._built_somewhere().is_relative_to(tmp_path)
+    assert "they are compiled at each start" in caplog.text
 
 
 @needs_library
@@ -154,4 +168,4 @@ def test_a_refused_source_names_the_error(tmp_path: Path, tmp_cache: Path, monke
     monkeypatch.setattr(_native, "SOURCES", tmp_path)
     (tmp_path / "broken.c").write_text("int answer(void) { return nothing; }\n")
     with pytest.raises(RuntimeError, match=r"broken\.c.*nothing"):
-        _native._built()
+        _native._built(_native._cache_dir())

@@ -97,8 +97,8 @@ class TestJob:
         for collector in job.collectors:
             collector.receivers[0].apply(Delta(id=1, tokens=[97], finish="length"))
         written = [job.write(collector) for collector in job.collectors]
-        assert [bool(each.data) for each in written] == [True, False, False]
-        events = events_of(written[0].data.decode())
+        assert [each.last for each in written] == [False, False, True]
+        events = events_of(b"".join(each.data for each in written).decode())
         assert events[-1] == "[DONE]"
         assert [e["choices"][0]["index"] for e in events[:-1] if e["choices"][0]["finish_reason"]] == [0, 1, 2]
 

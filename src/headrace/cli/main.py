@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -35,6 +37,13 @@ class LazyGroup(click.Group):
         found = (value for value in vars(module).values() if isinstance(value, click.Command))
         return next(command for command in found if command.name == cmd_name)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and (close := difflib.get_close_matches(args[0], COMMANDS, n=1)):
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{close[0]}'?")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -48,7 +57,13 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for bad input, 1 for everything else, 130 for Ctrl-C."""
-    sys.exit(run(arguments))
+    code = run(arguments)
+    try:
+        sys.stdout.flush()
+    except OSError:  # nobody reads it any more: the interpreter must not try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or 1
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -56,8 +71,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = cli.main(args=typed, prog_name="headrace", standalone_mode=False)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        click.echo(f"headrace: {one_line(error)}", err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
@@ -69,6 +87,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+def one_line(error: click.ClickException) -> str:
+    """What is wrong with a command line, and where its help is."""
+    text = " ".join(error.format_message().split())
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        text = f"{text.removesuffix('.')} (see '{error.ctx.command_path} --help')"
+    return text
+
+
 def report(error: Exception, *, debug: bool) -> int:
     """Print an error that reached the top; what the user can mend is a ValueError or an OSError."""
     if debug:
@@ -76,10 +102,16 @@ def report(error: Exception, *, debug: bool) -> int:
 
         traceback.print_exception(error)
     known = isinstance(error, ValueError | OSError | NotImplementedError | MemoryError | RuntimeError)
+    known = known and not isinstance(error, RecursionError)
     prefix = "" if known else f"{type(error).__name__}: "
-    for line in str(error).splitlines() or [type(error).__name__]:  # a configuration has a line for each problem
+    text = _of_file(error) if isinstance(error, OSError) and error.filename is not None else str(error)
+    for line in text.splitlines() or [type(error).__name__]:  # a configuration has a line for each problem
         click.echo(f"headrace: {prefix}{line}", err=True)
     return 2 if isinstance(error, ValueError | FileNotFoundError | NotImplementedError) else 1
+
+
+def _of_file(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror or error}: check the path and its permissions"
 
 
 def wants_traceback(typed: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ or one current stream (on a GPU).
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -17,12 +18,26 @@ import torch
 from headrace.config.llm_args import LlmArgs
 from headrace.engine.rank import Rank
 from headrace.hub.source import ModelSource
+from headrace.kernels import _native
 from headrace.layers.parallel import Gloo, ParallelContext
 from headrace.seam import EngineFacts, StepPlan, StepResult
 
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 4.0
+
+
+def use_threads(count: int) -> None:
+    """Threads of the CPU's work: the compiled kernels' own pool, or torch's where there are no kernels.
+
+    Never both. OpenMP ends a region only when every thread has been there, so with a core busy elsewhere each
+    of a step's hundreds of small regions would wait for a slice of the scheduler; the kernels' pool does not.
+    """
+    if _native.library() is None:
+        torch.set_num_threads(count)
+    else:
+        _native.set_num_threads(count)
+        torch.set_num_threads(1)
 
 
 class Engine:
@@ -118,7 +133,10 @@ class Engine:
         return value  # type: ignore[return-value]
 
     def _work(self) -> None:
-        if self.args.engine_threads:
-            torch.set_num_threads(self.args.engine_threads)
+        before = torch.get_num_threads()
+        use_threads(self.args.engine_threads or len(os.sched_getaffinity(0)))
         while (job := self._jobs.get()) is not None:
             job()
+        # The process is not ours: its setting is as it was.
+        torch.set_num_threads(before)
+        _native.set_num_threads(None)

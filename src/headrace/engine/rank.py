@@ -23,6 +23,7 @@ from headrace.engine.slots import SlotState
 from headrace.engine.weights import load_weights
 from headrace.hub.config import read_config
 from headrace.hub.source import ModelSource
+from headrace.kernels import _native
 from headrace.layers.factory import LayerFactory
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Model
@@ -73,7 +74,7 @@ class Rank:
     def _device_name(self) -> str:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
-        return f"cpu, {torch.get_num_threads()} threads"
+        return f"cpu, {_native.num_threads()} threads"
 
     @staticmethod
     def _activation_bytes(max_num_tokens: int, config: dict[str, Any], dtype: torch.dtype) -> int:

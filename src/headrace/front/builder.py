@@ -304,13 +304,13 @@ class RequestBuilder:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token sequences to ban: a word is spelt one way at the start of a text and another after a space."""
-        words: list[tuple[int, ...]] = [(token_id,) for token_id in params.bad_token_ids or ()]
+        words: dict[tuple[int, ...], None] = dict.fromkeys((token_id,) for token_id in params.bad_token_ids or ())
         for text in params.bad_strings:
             assert self.tokenizer is not None
             for spelling in (text, f" {text.lstrip()}"):
                 ids = tuple(self.tokenizer.encode(spelling, add_special_tokens=False))
-                if ids and ids not in words:
-                    words.append(ids)
+                if ids:
+                    words[ids] = None
         return tuple(words)
 
 

@@ -50,7 +50,7 @@ COMPILE_TIMEOUT_S = 120
 def library() -> ctypes.CDLL | None:
     """The loaded kernels, built first if this machine has none yet; None where they can't be had."""
     try:
-        return _declare(ctypes.CDLL(str(_built())))
+        return _declare(ctypes.CDLL(str(_built_somewhere())))
     except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:
         log.warning("CPU kernels are not compiled, slower torch code is used: %s", error)
         return None
@@ -90,7 +90,16 @@ def processor_features() -> frozenset[str]:
     return frozenset(word for line in _processor().splitlines() for word in line.split(":")[-1].split())
 
 
-def _built() -> Path:
+def _built_somewhere() -> Path:
+    """In the cache; where that can't be written, in a temporary folder, for this process only."""
+    try:
+        return _built(_cache_dir())
+    except OSError as error:
+        log.warning("the CPU kernels can't be kept in %s (%s): they are compiled at each start", _cache_dir(), error)
+        return _built(Path(tempfile.mkdtemp(prefix="headrace-")))
+
+
+def _built(cache: Path) -> Path:
     """Path of the shared library for this source, these flags and this processor."""
     flags = [*FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
     sources = sorted(SOURCES.glob("*.c"))
@@ -98,7 +107,7 @@ def _built() -> Path:
     for path in [*sources, *sorted(SOURCES.glob("*.h"))]:
         digest.update(path.read_bytes())
     digest.update("\0".join([*flags, _processor()]).encode())
-    folder = _cache_dir() / "native" / digest.hexdigest()[:32]
+    folder = cache / "native" / digest.hexdigest()[:32]
     library_path = folder / "kernels.so"
     if not library_path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,6 +120,8 @@ def _build(sources: list[Path], flags: list[str], target: Path) -> None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise RuntimeError("no C compiler found (install gcc, or set CC)")
+    if shutil.which(compiler) is None:
+        raise RuntimeError(f"no C compiler {compiler!r} (CC names it)")
     log.info("compiling the CPU kernels (once on this machine)")
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [Path(scratch) / f"{path.stem}.o" for path in sources]

@@ -19,6 +19,7 @@ from headrace.server.auth import ApiKeys
 from headrace.server.errors import as_request_error, error_body, error_response, model_not_found
 from headrace.server.event_stream import EventStream
 from headrace.server.prepare import Kitchen, Prepared
+from headrace.server.reading import read_json
 from headrace.server.service import Service
 
 __all__ = ["make_app"]
@@ -28,6 +29,7 @@ log = get("server")
 Prepare = Callable[[Kitchen, bytes], Prepared]
 
 MAX_WARNING_LENGTH = 1000
+MAX_WARNED_NAMES = 1000
 GONE = Response(status_code=499)
 """For nobody: the client has left."""
 
@@ -35,6 +37,7 @@ GONE = Response(status_code=499)
 def make_app(service: Service, *, version: str) -> FastAPI:
     """An ASGI application over `service`."""
     app = FastAPI(title="Headrace", version=version, openapi_url=None, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False  # a path is right or unknown
     routes = Routes(service, version)
     app.add_route("/health", routes.health, ["GET"])
     app.add_route("/health/ready", routes.ready, ["GET"])
@@ -92,7 +95,7 @@ class Routes:
         response: Response = GONE
         try:
             kitchen = self._service.kitchen()
-            data = await request.body()
+            data = await read_json(request)
             gone = asyncio.create_task(departure(request.receive))
             response = await self._answer(kitchen, data, prepare, gone)
         except ClientDisconnect:
@@ -138,9 +141,10 @@ class Routes:
             return {}
         warned = self._service.counters.warned
         for name in unknown:
-            if name not in warned and len(warned) < MAX_WARNING_LENGTH:
-                warned.add(name)
-                log.warning("a request has the unknown field %r, which has no effect", name[:100])
+            short = name[:100]
+            if short not in warned and len(warned) < MAX_WARNED_NAMES:
+                warned.add(short)
+                log.warning("a request has the unknown field %r, which has no effect", short)
         names = ", ".join(ascii(name)[1:-1] for name in unknown)
         return {"x-headrace-warnings": f"unknown fields: {names}"[:MAX_WARNING_LENGTH]}
 

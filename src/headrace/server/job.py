@@ -31,6 +31,17 @@ class Written(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Place:
+    """A collector within the job."""
+
+    prompt: int
+    """Number of its prompt."""
+    cursors: list[_Cursor]
+    closed: bool = False
+    """Its end has been written."""
+
+
+@dataclass(slots=True)
 class _Cursor:
     """How far a choice has been written to the stream."""
 
@@ -50,25 +61,29 @@ class Job:
         self.ended = False
         """The last piece has been written, well or not."""
         self._route: Route = ChatRoute(answer) if answer.kind == "chat" else CompletionRoute(answer)
-        self._cursors: dict[int, list[_Cursor]] = {}
+        self._places: dict[int, _Place] = {}
+        self._num_open = 0
         self._begun = False
 
     def add(self, collector: Collector) -> None:
         collector.owner = self
-        self._cursors[id(collector)] = [_Cursor() for _ in collector.choices]
+        self._places[id(collector)] = _Place(len(self.collectors), [_Cursor() for _ in collector.choices])
         self.collectors.append(collector)
+        self._num_open += 1
 
     def write(self, collector: Collector) -> Written:
         """Bytes for what `collector` just got. A fault here is this request's alone."""
         if self.ended:
             return Written(b"", True)
         try:
-            done = all(other.is_done for other in self.collectors)
-            # One message may end several prompts, and the first of them to be written closes the answer.
-            fresh = self.collectors if done else [collector]
-            written = self._failure(fresh)
+            place = self._places[id(collector)]
+            if collector.is_done and not place.closed:
+                place.closed = True
+                self._num_open -= 1
+            done = self._num_open == 0
+            written = self._failure(collector)
             if written is None:
-                written = self._stream(fresh, done=done) if self.answer.stream else self._whole(done=done)
+                written = self._stream(collector, place, done=done) if self.answer.stream else self._whole(done=done)
         except Exception:
             log.exception("request %s could not be written", self.answer.id)
             written = self.fail("internal error", status=500)
@@ -84,25 +99,22 @@ class Job:
         log.error("request %s failed: %s", self.answer.id, message)
         return Written(b"", True, RequestError(message, code=code, status=status))
 
-    def _failure(self, collectors: list[Collector]) -> Written | None:
+    def _failure(self, collector: Collector) -> Written | None:
         """An error of one prompt is the whole request's; one that timed out without a token is an error too."""
-        for collector in collectors:
-            if collector.error:
-                return self.fail(collector.error, code="request_failed")
-            if collector.is_done and not self._begun and all(_is_late(choice) for choice in collector.choices):
-                return self.fail("the request timed out before it produced a token", status=504, code="timeout")
+        if collector.error:
+            return self.fail(collector.error, code="request_failed")
+        if collector.is_done and not self._begun and all(_is_late(choice) for choice in collector.choices):
+            return self.fail("the request timed out before it produced a token", status=504, code="timeout")
         return None
 
     def _whole(self, *, done: bool) -> Written:
         return Written(self._route.response(self.collectors), True) if done else Written(b"", False)
 
-    def _stream(self, collectors: list[Collector], *, done: bool) -> Written:
+    def _stream(self, collector: Collector, place: _Place, *, done: bool) -> Written:
         pieces: list[bytes] = []
-        for collector in collectors:
-            prompt = self.collectors.index(collector) if len(self.collectors) > 1 else 0
-            for choice, cursor in zip(collector.choices, self._cursors[id(collector)]):
-                if not cursor.closed:
-                    self._write_choice(choice, prompt, cursor, pieces)
+        for choice, cursor in zip(collector.choices, place.cursors):
+            if not cursor.closed:
+                self._write_choice(choice, place.prompt, cursor, pieces)
         if done:
             if self.answer.include_usage:
                 pieces.append(self._route.usage(self.answer.total_usage(self.collectors)))

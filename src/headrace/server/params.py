@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from headrace.front.errors import RequestError
 from headrace.params import FieldError, SamplingParams
@@ -15,6 +15,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 MAX_ID_DIGITS = 10
+MAX_ITEMS = {"stop": 256, "stop_token_ids": 256, "bad": 1024, "bad_token_ids": 8192}
+"""Each costs every step something, and neighbours pay it too."""
+MAX_STOP_LENGTH = 4096
 
 SAME_NAME = (
     "min_tokens", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
@@ -53,6 +56,7 @@ def completion_params(body: CompletionBody) -> SamplingParams:
 def _params(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     _check_at_most("n", body.n, MAX_CHOICES)
     _check_at_most("best_of", body.best_of, MAX_CHOICES)
+    _check_sizes(body)
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(body, name)
         if value is not None and abs(value) > MAX_PENALTY:
@@ -65,6 +69,17 @@ def _params(body: GenerationBody, *, max_tokens: int | None, logprobs: int | Non
     if body.stream and params.num_sequences > params.n:
         raise RequestError("best_of above n can't be streamed: the best is known at the end only", param="best_of")
     return params
+
+
+def _check_sizes(body: GenerationBody) -> None:
+    for name, most in MAX_ITEMS.items():
+        value = getattr(body, name)
+        count = len(cast("list[Any]", value)) if isinstance(value, list) else 0
+        if count > most:
+            raise RequestError(f"{name} has {count} items; at most {most} are taken", param=name)
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise RequestError(f"stop has a text of more than {MAX_STOP_LENGTH} characters: shorten it", param="stop")
 
 
 def _bias(given: dict[str, float] | None) -> dict[int, float] | None:

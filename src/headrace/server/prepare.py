@@ -26,6 +26,8 @@ COMPLETION_MAX_TOKENS = 16
 HTTP_UNSET = {"temperature": 1.0, "top_p": 1.0}
 """What the API's defaults are, where neither the request nor the model's generation config says anything."""
 MAX_PROMPTS = 4096
+MAX_SEQUENCES = 4096
+"""Of one request: prompts times choices."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ class Kitchen:
         answer = self._answer(body, "completion", logprobs=body.logprobs)
         params = completion_params(body)
         prompts = prompts_of(body.prompt)
+        if len(prompts) * params.num_sequences > MAX_SEQUENCES:
+            raise RequestError(
+                f"{len(prompts)} prompts with {params.num_sequences} choices each are more than {MAX_SEQUENCES} sequences:"
+                " send fewer in one request",
+                param="prompt",
+            )
         ids = [self.builder.encode(p, params) if isinstance(p, str) else p for p in prompts]
         if body.echo:
             answer.echo = [

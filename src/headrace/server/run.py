@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 from collections.abc import Callable, Generator
@@ -16,6 +17,7 @@ from headrace.front.socket_link import ChildRuntime, cause_of_death
 from headrace.front.text_side import TextSide
 from headrace.log import get
 from headrace.server.app import make_app
+from headrace.server.protocol import Connection
 from headrace.server.service import Service, ServiceOptions
 
 __all__ = ["Outcome", "bind", "serve", "url_of"]
@@ -79,7 +81,15 @@ def serve(
     version: str,
 ) -> Outcome:
     """Serve until a signal or a failure. No child is left when it returns."""
+    _allow_connections()
     return asyncio.run(_Life(listener, runtime, load_text, options, version).run())
+
+
+def _allow_connections() -> None:
+    """A connection is a file; the usual limit of 1,024 is for programs that wait with `select`."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Uvicorn(uvicorn.Server):
@@ -109,6 +119,7 @@ class _Life:
             make_app(self._service, version=version),
             lifespan="off",
             ws="none",
+            http=Connection,
             log_config=None,
             access_log=False,
             server_header=False,

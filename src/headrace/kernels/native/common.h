@@ -167,15 +167,6 @@ INLINE vfloat vtanh(vfloat x) {
     return vselect(size < vset(0.25f), near, vselect(negative, -far, far));
 }
 
-/* Shapes of the matrix tiles (AMX), as the instruction that sets them reads them. */
-struct tile_shapes {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} __attribute__((aligned(64)));
-/* Whether the processor has matrix tiles and Linux lets this process use them. */
-extern int has_matrix_tiles;
-
 /* Runs body(context, unit, thread) for each unit once; threads take units in turn, whoever is free. */
 typedef void (*unit_body)(void *context, int64_t unit, int thread);
 void run_units(int64_t num_units, int num_threads, unit_body body, void *context);

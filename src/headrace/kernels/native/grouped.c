@@ -69,45 +69,89 @@ struct rounded {
     int32_t *start; /* [rows, groups] what BIAS adds to a dot product, negated */
 };
 
-INLINE void round_group(const void *x, int64_t count, int64_t size, int is_half, int bias, int8_t *codes, float *scale,
-                        float *sum, int32_t *start) {
-    float values[CHUNK], largest = 0.0f, poison = 0.0f;
-    for (int64_t i = 0; i < size; i++) {
-        values[i] = i < count ? load_as(x, i, is_half) : 0.0f;
-        float magnitude = fabsf(values[i]);
-        largest = magnitude > largest ? magnitude : largest;
-        poison += values[i] * 0.0f; /* NaN if there is a NaN or an infinity, which must not end here */
-    }
-    float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+/* LANES integers from -128 to 127 as bytes. */
+INLINE void store_bytes(int8_t *to, vint value) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)value));
+#elif defined(__AVX2__)
+    __m256i wide = (__m256i)value;
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storel_epi64((__m128i *)to, _mm_packs_epi16(words, words));
+#else
+    for (int i = 0; i < LANES; i++) to[i] = (int8_t)value[i];
+#endif
+}
+INLINE int32_t sum_integers(vint value) {
     int32_t total = 0;
-    for (int64_t i = 0; i < size; i++) {
-        float shifted = values[i] * inverse + 12582912.0f; /* rounds to an integer, in the lower bits */
-        int32_t bits;
-        memcpy(&bits, &shifted, 4);
-        int8_t code = (int8_t)(bits - 0x4b400000);
-        codes[i] = code;
+    for (int i = 0; i < LANES; i++) total += value[i];
+    return total;
+}
+
+/* A whole group; its size is a constant. */
+INLINE void round_group(const void *x, const int size, int is_half, int bias, int8_t *codes, float *scale, float *sum,
+                        int32_t *start) {
+    vfloat value[CHUNK / LANES], largest = {0}, poison = {0};
+#pragma GCC unroll 4
+    for (int n = 0; n < size / LANES; n++) {
+        value[n] = vload_as(x, n * LANES, is_half);
+        largest = vmax((vfloat)((vint)value[n] & 0x7fffffff), largest);
+        poison += value[n] * 0.0f; /* NaN if there is a NaN or an infinity, which must not end here */
+    }
+    float most = max_lanes(largest), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    vint total = {0};
+#pragma GCC unroll 4
+    for (int n = 0; n < size / LANES; n++) {
+        /* Adding 1.5 * 2^23 rounds to an integer, in the lower bits. */
+        vint code = (vint)(value[n] * inverse + 12582912.0f) - 0x4b400000;
+        store_bytes(codes + n * LANES, code);
         total += code;
     }
-    *scale = largest / 127.0f + poison;
-    *sum = *scale * (float)total;
-    *start = -bias * total;
+    int32_t codes_sum = sum_integers(total);
+    *scale = most / 127.0f + sum_lanes(poison);
+    *sum = *scale * (float)codes_sum;
+    *start = -bias * codes_sum;
 }
-static void round_row(const struct grouping *g, const void *x, int64_t in, int is_half, const struct rounded *to,
-                      int64_t row) {
-    int64_t padded = num_chunks_of(in) * CHUNK, groups = padded / g->group;
+
+struct rounding {
+    struct rounded to;
+    const void *x;
+    int64_t num_rows, rows_a_unit, in, x_stride;
+    int is_half;
+    struct grouping grouping;
+};
+INLINE void round_row(const struct rounding *job, int64_t row, const int group, const int is_half) {
+    int64_t padded = num_chunks_of(job->in) * CHUNK, groups = padded / group;
+    int bias = job->grouping.bits == 8 ? BIAS : 0;
+    const void *x = offset_by(job->x, row * job->x_stride, is_half);
+    float last[CHUNK]; /* a group that the row doesn't fill */
     for (int64_t n = 0; n < groups; n++) {
-        int64_t at = row * groups + n, first = n * g->group;
-        int8_t *codes = to->codes + row * padded + first;
-        int bias = g->bits == 8 ? BIAS : 0;
-        const void *from = offset_by(x, first, is_half);
-        int64_t count = in - first < g->group ? in - first : g->group;
-        if (count == CHUNK && is_half)
-            round_group(from, CHUNK, CHUNK, 1, bias, codes, &to->scales[at], &to->sums[at], &to->start[at]);
-        else if (count == CHUNK)
-            round_group(from, CHUNK, CHUNK, 0, bias, codes, &to->scales[at], &to->sums[at], &to->start[at]);
-        else
-            round_group(from, count, g->group, is_half, bias, codes, &to->scales[at], &to->sums[at], &to->start[at]);
+        int64_t at = row * groups + n, left = job->in - n * group;
+        const void *from = offset_by(x, n * group, is_half);
+        int8_t *codes = job->to.codes + row * padded + n * group;
+        float *scale = &job->to.scales[at], *sum = &job->to.sums[at];
+        if (left >= group) {
+            round_group(from, group, is_half, bias, codes, scale, sum, &job->to.start[at]);
+        } else {
+            for (int i = 0; i < group; i++) last[i] = i < left ? load_as(from, i, is_half) : 0.0f;
+            round_group(last, group, 0, bias, codes, scale, sum, &job->to.start[at]);
+        }
     }
+}
+static void round_unit(void *context, int64_t unit, int thread) {
+    (void)thread;
+    const struct rounding *job = context;
+    int64_t end = (unit + 1) * job->rows_a_unit;
+    for (int64_t row = unit * job->rows_a_unit; row < end && row < job->num_rows; row++) {
+        if (job->grouping.group == 32 && job->is_half) round_row(job, row, 32, 1);
+        else if (job->grouping.group == 32) round_row(job, row, 32, 0);
+        else if (job->is_half) round_row(job, row, 16, 1);
+        else round_row(job, row, 16, 0);
+    }
+}
+static void round_rows(struct rounding *job, int64_t threads) {
+    const int64_t elements_a_unit = 32768;
+    job->rows_a_unit = (elements_a_unit + job->in - 1) / job->in;
+    run_units((job->num_rows + job->rows_a_unit - 1) / job->rows_a_unit, (int)threads, round_unit, job);
 }
 
 /* ---- products ---- */
@@ -241,98 +285,6 @@ INLINE void grouped_tile(const struct grouped_product *p, int64_t first_row, int
     for (int r = 0; r < num_rows; r++) write_columns(p, first_row + r, panel, sum[r]);
 }
 
-#if defined(__AMX_INT8__)
-#define TILE_ROWS 16
-#define MIN_TILE_ROWS 5 /* below, vectors are as fast */
-#define GROUPS_AT_ONCE 4
-
-/* Tiles 0 to 3 are dot products of a group each; 4 and 5 hold activations, 6 and 7 words of codes. */
-INLINE void shape_group_tiles(int group) {
-    struct tile_shapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        shapes.rows[i] = i < 6 ? TILE_ROWS : (uint8_t)(group / 4);
-        shapes.row_bytes[i] = i == 4 || i == 5 ? (uint16_t)group : 64;
-    }
-    _tile_loadconfig(&shapes);
-}
-
-#define DOT_GROUP(n, a, w)                                                                                            \
-    if (n < count) {                                                                                                  \
-        _tile_zero(n);                                                                                                \
-        _tile_loadd(a, x + n * g->group, padded);                                                                     \
-        _tile_loadd(w, at[n], 64);                                                                                    \
-        _tile_dpbsud(n, a, w);                                                                                        \
-        _tile_stored(n, dots[n], 64);                                                                                 \
-    }
-
-/* TILE_ROWS rows times a panel, with the bits of grouped_tile: dot products are exact, and what is made of them is the
- * same. Of the rows, num_rows are written. */
-INLINE void grouped_matrix_tile(const struct grouped_product *p, int64_t first_row, int64_t panel, int num_rows,
-                                const int bits, const int has_offset) {
-    const struct grouping *g = &p->grouping;
-    const int groups_a_chunk = CHUNK / g->group, words_a_group = g->group / 4;
-    const int64_t groups = p->num_chunks * groups_a_chunk, padded = p->num_chunks * CHUNK, stride = chunk_bytes(g);
-    const uint8_t *chunks = p->packed + panel * p->num_chunks * stride;
-    int32_t dots[GROUPS_AT_ONCE][TILE_ROWS][COLUMNS] __attribute__((aligned(64)));
-    vint unpacked[GROUPS_AT_ONCE][WORDS];
-    vfloat sum[TILE_ROWS];
-#pragma GCC unroll 16
-    for (int r = 0; r < TILE_ROWS; r++) sum[r] = (vfloat){0};
-    for (int64_t first = 0; first < groups; first += GROUPS_AT_ONCE) {
-        const int count = groups - first < GROUPS_AT_ONCE ? (int)(groups - first) : GROUPS_AT_ONCE;
-        const int8_t *x = p->x.codes + first_row * padded + first * g->group;
-        const void *at[GROUPS_AT_ONCE];
-        for (int n = 0; n < count; n++) {
-            const uint8_t *chunk = chunks + (first + n) / groups_a_chunk * stride;
-            int64_t word = (first + n) % groups_a_chunk * words_a_group;
-            at[n] = chunk + word * COLUMNS * 4;
-            if (bits == 4) load_words(chunk, 4, unpacked[n]), at[n] = &unpacked[n][word];
-        }
-        DOT_GROUP(0, 4, 6)
-        DOT_GROUP(1, 5, 7)
-        DOT_GROUP(2, 4, 6)
-        DOT_GROUP(3, 5, 7)
-        for (int n = 0; n < count; n++) {
-            const uint8_t *chunk = chunks + (first + n) / groups_a_chunk * stride;
-            int part = (int)((first + n) % groups_a_chunk);
-            vfloat scale = scales_of(g, chunk, part), offset = has_offset ? offsets_of(g, chunk, part) : (vfloat){0};
-            int64_t place = first_row * groups + first + n;
-#pragma GCC unroll 16
-            for (int r = 0; r < TILE_ROWS; r++, place += groups) {
-                vint dot = *(const vint_at *)dots[n][r];
-                if (bits == 8) dot += p->x.start[place];
-                sum[r] = vfma(__builtin_convertvector(dot, vfloat) * p->x.scales[place], scale, sum[r]);
-                if (has_offset) sum[r] = vfma(vset(p->x.sums[place]), offset, sum[r]);
-            }
-        }
-    }
-    for (int r = 0; r < num_rows; r++) write_columns(p, first_row + r, panel, sum[r]);
-}
-
-/* Whole tiles of rows, and a last one that is not too empty. Returns the rows done. */
-static int64_t multiply_by_tiles(const struct grouped_product *p, int64_t first_row, int64_t panel, int64_t num_rows) {
-    int64_t row = 0;
-    if (!has_matrix_tiles || num_rows < MIN_TILE_ROWS) return 0;
-    shape_group_tiles(p->grouping.group);
-    for (; num_rows - row >= MIN_TILE_ROWS; row += TILE_ROWS) {
-        int rows = num_rows - row < TILE_ROWS ? (int)(num_rows - row) : TILE_ROWS;
-        if (p->grouping.bits == 4 && p->grouping.has_offset)
-            grouped_matrix_tile(p, first_row + row, panel, rows, 4, 1);
-        else if (p->grouping.bits == 4) grouped_matrix_tile(p, first_row + row, panel, rows, 4, 0);
-        else if (p->grouping.has_offset) grouped_matrix_tile(p, first_row + row, panel, rows, 8, 1);
-        else grouped_matrix_tile(p, first_row + row, panel, rows, 8, 0);
-    }
-    _tile_release();
-    return row < num_rows ? row : num_rows;
-}
-#else
-#define TILE_ROWS 1
-static int64_t multiply_by_tiles(const struct grouped_product *p, int64_t first_row, int64_t panel, int64_t num_rows) {
-    (void)p, (void)first_row, (void)panel, (void)num_rows;
-    return 0;
-}
-#endif
-
 #define GROUPED_TILES(name, bits, words)                                                                              \
     static void name(const struct grouped_product *p, int64_t row, int64_t panel, int64_t num_rows) {                 \
         int64_t end = row + num_rows;                                                                                 \
@@ -353,11 +305,10 @@ static void grouped_unit(void *context, int64_t unit, int thread) {
     int64_t first_panel = unit / p->row_units * p->panels_a_unit, end = first_panel + p->panels_a_unit;
     int64_t num_panels = num_panels_of(p->out_features);
     for (int64_t panel = first_panel; panel < end && panel < num_panels; panel++) {
-        int64_t done = multiply_by_tiles(p, first_row, panel, num_rows), row = first_row + done, left = num_rows - done;
-        if (p->grouping.bits == 4 && p->grouping.group == 32) tile_4_32(p, row, panel, left);
-        else if (p->grouping.bits == 4) tile_4_16(p, row, panel, left);
-        else if (p->grouping.group == 32) tile_8_32(p, row, panel, left);
-        else tile_8_16(p, row, panel, left);
+        if (p->grouping.bits == 4 && p->grouping.group == 32) tile_4_32(p, first_row, panel, num_rows);
+        else if (p->grouping.bits == 4) tile_4_16(p, first_row, panel, num_rows);
+        else if (p->grouping.group == 32) tile_8_32(p, first_row, panel, num_rows);
+        else tile_8_16(p, first_row, panel, num_rows);
     }
 }
 
@@ -375,15 +326,14 @@ EXPORT int64_t hr_grouped_linear(const void *x, const void *packed, const float 
                                 .out_is_half = (int)out_is_half,
                                 .grouping = grouping_of(bits, group, scale_is_half, has_offset)};
     if (num_rows == 0) return 0;
-    /* Matrix tiles read whole tiles of rows, starting anywhere. What the rows past the last hold is not written. */
-    int64_t padded = p.num_chunks * CHUNK, held_rows = num_rows + TILE_ROWS - 1, groups = held_rows * (padded / group);
-    char *scratch = aligned_alloc(64, (groups * 12 + held_rows * padded + 63) / 64 * 64);
+    int64_t padded = p.num_chunks * CHUNK, groups = num_rows * (padded / group);
+    char *scratch = aligned_alloc(64, (groups * 12 + num_rows * padded + 63) / 64 * 64);
     if (!scratch) return 1;
-    memset(scratch, 0, groups * 12);
     p.x = (struct rounded){(int8_t *)(scratch + groups * 12), (float *)scratch, (float *)scratch + groups,
                            (int32_t *)scratch + 2 * groups};
-    for (int64_t row = 0; row < num_rows; row++)
-        round_row(&p.grouping, offset_by(x, row * x_stride, (int)is_half), in, (int)is_half, &p.x, row);
+    struct rounding rounding = {.to = p.x, .x = x, .num_rows = num_rows, .in = in, .x_stride = x_stride,
+                                .is_half = (int)is_half, .grouping = p.grouping};
+    round_rows(&rounding, threads);
     if (num_rows * in * out_features < MIN_SHARED_PRODUCTS) threads = 1;
     p.row_units = (num_rows + ROWS_A_UNIT - 1) / ROWS_A_UNIT;
     p.panels_a_unit = num_panels_of(out_features) / (8 * threads);

@@ -10,6 +10,7 @@
  * features at a time. A machine uses one of these for any number of rows, so the rows of a batch, their place in it
  * and the number of threads leave no trace. Tiling after Goto and van de Geijn (2008).
  */
+#define _GNU_SOURCE
 #include "tiles.h"
 
 #define INPUTS 32 /* what the inputs are padded to a multiple of: a matrix tile's */

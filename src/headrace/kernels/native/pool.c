@@ -145,17 +145,6 @@ void run_units(int64_t num_units, int num_threads, unit_body body, void *context
     __atomic_store_n(&pool.busy, 0, __ATOMIC_RELEASE);
 }
 
-/* ---- matrix tiles ---- */
-
-/* Linux hands out their registers on request, to a process and its threads. */
-int has_matrix_tiles = 0;
-#if defined(__AMX_TILE__)
-__attribute__((constructor)) static void ask_for_tiles(void) {
-    const int request_permission = 0x1023, tile_data = 18;
-    has_matrix_tiles = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-}
-#endif
-
 /* ---- how many threads work on units ---- */
 
 struct census {

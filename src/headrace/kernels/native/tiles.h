@@ -4,6 +4,11 @@
 
 #include "common.h"
 
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #define COLUMNS (2 * LANES) /* output features of a panel */
 #define BLOCK 256           /* input features that are summed by themselves */
 #if LANES == 16
@@ -117,6 +122,13 @@ static void widen(const uint16_t *weight, int64_t count, float *to) {
 /* How far ahead of the tiles a panel is fetched when it is read for a few rows only. */
 #define FETCH_BYTES 8192
 
+/* Shapes of the matrix tiles (AMX), as the instruction that sets them reads them. */
+struct tile_shapes {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} __attribute__((aligned(64)));
+
 /* Tiles 0 to 3 are sums: upper and lower rows, left and right half of the panel. 4 and 5 hold x, 6 and 7 the panel. */
 INLINE void shape_tiles(int upper, int lower) {
     struct tile_shapes shapes = {.palette = 1};
@@ -183,6 +195,12 @@ static void multiply_rows_by_tiles(const uint16_t *x, int64_t x_stride, const ui
     _tile_release(); /* else every switch of threads saves eight kilobytes */
 }
 
+/* Linux hands out the tiles' registers on request, to a process and its threads. */
+static int has_tiles;
+__attribute__((constructor)) static void ask_for_tiles(void) {
+    const int request_permission = 0x1023, tile_data = 18;
+    has_tiles = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
 #endif
 
 /* How this machine multiplies with these types. */
@@ -190,7 +208,7 @@ static int choose_mode(int is_half, int weight_is_half) {
     if (!weight_is_half) return WIDE;
     if (!is_half) return HALF;
 #if defined(__AMX_BF16__) /* such processors have slow dot instructions */
-    return has_matrix_tiles ? HALF_TILE : HALF;
+    return has_tiles ? HALF_TILE : HALF;
 #elif defined(__AVX512BF16__)
     return HALF_DOT;
 #else
