@@ -319,6 +319,9 @@ def test_the_bar_shows_only_when_loading_takes_long(
     assert "Loading weights" not in capsys.readouterr().err
     monkeypatch.setattr(weights, "PROGRESS_AFTER_S", 0.0)
     load()
+    assert "Loading weights" not in capsys.readouterr().err  # nobody sees a bar move in a file
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    load()
     captured = capsys.readouterr()
     assert "Loading weights" in captured.err and not captured.out
 

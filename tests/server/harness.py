@@ -21,6 +21,7 @@ from headrace.front.fake import FakeLoop, FakeRuntimeProcess, fake_info
 from headrace.front.text_side import TextSide
 from headrace.hub.source import ModelSource
 from headrace.server.app import make_app
+from headrace.server.protocol import Connection
 from headrace.server.run import bind, serve, url_of
 from headrace.server.service import Service, ServiceOptions
 from headrace.text.template import ChatTemplate
@@ -92,7 +93,11 @@ def running(
     async def run() -> None:
         service = Service(ServiceOptions(model_name=MODEL, **options), load_text or (lambda: text_side(folder)))
         config = uvicorn.Config(
-            make_app(service, version="0"), lifespan="off", log_config=None, timeout_graceful_shutdown=2
+            make_app(service, version="0"),
+            http=Connection,
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=2,
         )
         server = uvicorn.Server(config)
         service.start(runtime.address)

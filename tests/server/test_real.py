@@ -21,14 +21,14 @@ QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class Real:
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *, max_kv_tokens: int = 16384) -> None:
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         command = [sys.executable, "-m", "headrace.cli.main", "serve", "smollm2", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--engine_threads", "1", "--max_beam_width", "2"]
-        command += ["--set", "kv_cache_config.max_tokens=16384"]
+        command += ["--set", f"kv_cache_config.max_tokens={max_kv_tokens}"]
         with log.open("w") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output)
 

@@ -107,7 +107,7 @@ def _options() -> list[Callable[[Command], Command]]:
                help="New tokens of random and ShareGPT requests; a file has its own."),
         option("--min_input_len", type=click.IntRange(1), default=16, help="Shortest ShareGPT prompt in tokens."),
         option("--max_input_len", type=click.IntRange(1), default=512, help="Longest ShareGPT prompt in tokens."),
-        option("--seed", type=int, default=0, help="Draws random ids and ShareGPT turns."),
+        option("--seed", type=click.IntRange(0), default=0, help="Draws random ids and ShareGPT turns."),
         option("--eos_id", type=click.IntRange(-1), default=-1,
                help="Token that ends a request early; -1 lets every request run to its length."),
         inert("--streaming", is_flag=True, help="No effect: every token is timed as it arrives, always."),
@@ -217,7 +217,8 @@ def _tasks(args: LlmArgs, source: ModelSource, dataset: Dataset) -> list[Task]:
     from headrace.text.load import load_tokenizer
 
     def vocab_size() -> int:
-        return int(text_config(read_config(source, model_kwargs=args.model_kwargs))["vocab_size"])
+        stated = text_config(read_config(source, model_kwargs=args.model_kwargs)).get("vocab_size")
+        return stated if isinstance(stated, int) and stated > 0 else tokenizer().vocab_size
 
     @functools.cache
     def tokenizer() -> Tokenizer:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headrace.cli.options import llm_options
-from headrace.cli.session import open_llm, sampling_options, sampling_params
+from headrace.cli.session import check_finish, open_llm, sampling_options, sampling_params
 
 if TYPE_CHECKING:
     from headrace.llm import LLM
@@ -36,6 +36,7 @@ class Conversation:
 
         Raises:
             ValueError: the conversation has outgrown the context, or the template refuses it; it is as before then.
+            TimeoutError: the answer was cut off; the conversation is as before, too.
         """
         turn = [*self.messages, {"role": "user", "content": text}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -52,6 +53,7 @@ class Conversation:
         if sys.stderr.isatty():
             took_s = max(time.monotonic() - started_s, 1e-9)
             click.secho(f"{answer.length} tokens, {answer.length / took_s:.1f} tokens/s", dim=True, err=True)
+        check_finish(output)
         self.messages = [*turn, {"role": "assistant", "content": answer.text}]
 
 
@@ -95,7 +97,7 @@ def converse(conversation: Conversation) -> None:
         elif command:
             try:
                 conversation.say(text)
-            except ValueError as error:
+            except (ValueError, TimeoutError) as error:
                 click.echo(f"{error} (/reset starts over)", err=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from headrace.cli.options import llm_options
-from headrace.cli.session import open_llm, sampling_options, sampling_params
+from headrace.cli.session import check_finish, open_llm, sampling_options, sampling_params
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -36,6 +36,8 @@ def generate(ctx: click.Context, model: str | None, prompt: str | None, echo: bo
             params.max_tokens = max(min(DEFAULT_MAX_TOKENS, room), 1)
         if echo:
             click.echo(text, nl=False)
-        for step in llm.generate_async(inputs, params, streaming=True):
+        output = llm.generate_async(inputs, params, streaming=True)
+        for step in output:
             click.echo(step.outputs[0].text_diff, nl=False)
         click.echo()
+        check_finish(output)

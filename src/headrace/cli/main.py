@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -22,6 +23,9 @@ COMMANDS = {
     "completion": "Print a shell's completion script.",
 }
 """Name -> summary. The command is the one of `headrace.cli.<name>` that has this name; the help needs none of them."""
+
+NO_COMMAND: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""A group called alone, whose help is its answer; older releases of click have no error for it."""
 
 
 class LazyGroup(click.Group):
@@ -71,7 +75,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = cli.main(args=typed, prog_name="headrace", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
+    except NO_COMMAND as error:
         error.show()
         return error.exit_code
     except click.ClickException as error:

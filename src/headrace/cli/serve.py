@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
+import threading
+import time
 
 import click
 
 from headrace import __version__
 from headrace.cli.options import resolved_from_click, serve_options
+
+WORKERS_TIMEOUT_S = 0.5
 
 
 @click.command()
@@ -34,7 +40,7 @@ def serve(ctx: click.Context, model: str | None) -> None:
     from headrace.runtime.launch import RuntimeProcess
     from headrace.server.run import Outcome, bind
     from headrace.server.run import serve as run
-    from headrace.server.service import ServiceOptions
+    from headrace.server.service import WORKER_NAME, ServiceOptions
 
     source = resolve_model(args.model, revision=args.revision)
     listener = bind(options.host, options.port)
@@ -62,4 +68,17 @@ def serve(ctx: click.Context, model: str | None) -> None:
         if level in ("debug", "trace") and outcome.traceback:
             click.echo(outcome.traceback, err=True)
         click.echo(f"headrace: {outcome.message}", err=True)
+    _leave_workers(WORKER_NAME, outcome.exit_code)
     ctx.exit(outcome.exit_code)
+
+
+def _leave_workers(name: str, exit_code: int) -> None:
+    """End now if a worker is in the middle of a huge prompt: the interpreter would wait for it."""
+    deadline_s = time.monotonic() + WORKERS_TIMEOUT_S
+    workers = [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+    for worker in workers:
+        worker.join(max(deadline_s - time.monotonic(), 0))
+    if any(worker.is_alive() for worker in workers):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)

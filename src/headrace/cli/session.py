@@ -11,6 +11,7 @@ import click
 from headrace.cli.options import resolved_from_click
 
 if TYPE_CHECKING:
+    from headrace.front.request_output import RequestOutput
     from headrace.llm import LLM
     from headrace.params import SamplingParams
 
@@ -45,6 +46,16 @@ def sampling_params(given: dict[str, Any], *, default_max_tokens: int | None) ->
         seed=given["seed"],
         stop=list(given["stop"]) or None,
     )
+
+
+def check_finish(output: RequestOutput) -> None:
+    """An answer that was cut off is not a whole one.
+
+    Raises:
+        TimeoutError: the request's time was over.
+    """
+    if output.outputs[0].finish_reason == "timeout":
+        raise TimeoutError("the answer was cut off: request_timeout_s is over; raise it, or ask for fewer tokens")
 
 
 def open_llm(ctx: click.Context, model: str | None) -> LLM:

@@ -20,6 +20,9 @@ from typing_extensions import Self, TypedDict, Unpack
 
 from headrace.config.errors import ConfigError, Problem, describe, problems_from
 
+LARGEST_NUMBER = 2**63 - 1
+"""Of a whole number; arrays and messages hold no larger one."""
+
 Status = Literal["stable", "beta", "prototype", "deprecated"]
 
 
@@ -166,6 +169,11 @@ class ConfigModel(BaseModel):
             Problem(name, f"expected {describe(cls.model_fields[name].annotation)}, got {str(value).lower()}")
             for name, value in values.items()
             if _holds_bool(value) and name in cls.model_fields and not _takes_bool(cls, name)
+        ]
+        found += [
+            Problem(name, f"must be less than or equal to {LARGEST_NUMBER}, got {value}")
+            for name, value in values.items()
+            if isinstance(value, int) and value > LARGEST_NUMBER
         ]
         if found:
             raise ConfigError(found)

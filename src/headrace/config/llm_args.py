@@ -296,6 +296,9 @@ class LlmArgs(HeadraceArgs):
         hidden = [key for key, text in texts.items() if text == HIDDEN]
         if hidden:
             raise ValueError(f"{hidden[0]} was hidden when this was printed: write its value or remove it")
+        for key, text in texts.items():
+            if not key or "=" in key or "\0" in key + text:
+                raise ValueError(f"{key!r}: no operating system has a variable of this name and value: remove it")
         return texts
 
 

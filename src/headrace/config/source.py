@@ -12,6 +12,7 @@ import yaml
 from headrace.config.errors import ConfigError, Problem, join
 
 _MAX_DEPTH = 30
+_MAX_KEYS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,10 @@ def read_document(path: str | Path) -> Document:
 
 def parse_document(text: str, *, name: str) -> Document:
     """The mapping in YAML text; `name` stands for the file in messages."""
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.YAMLError as error:  # a character that YAML doesn't have
+        raise ConfigError(Problem("", f"not valid YAML: {_reason(error)}", name)) from None
     try:
         node = loader.get_single_node()
         if node is None:
@@ -67,6 +71,8 @@ def parse_document(text: str, *, name: str) -> Document:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
         raise ConfigError(Problem("", f"not valid YAML: {error.problem or error.context}", where)) from None
+    except RecursionError:
+        raise ConfigError(Problem("", "nested too deeply", name)) from None
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -88,6 +94,8 @@ def parse_value(text: str) -> Any:
     """A YAML value as written after `--set PATH=`. ValueError if it is not YAML."""
     try:
         return yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError("not a YAML value: nested too deeply") from None
     except yaml.YAMLError as error:
         raise ValueError(f"not a YAML value: {_reason(error)}") from None
 
@@ -96,6 +104,9 @@ def _index(node: yaml.Node, path: str, lines: dict[str, int], *, name: str) -> N
     """Record the line of every key below `node`; a key written twice is an error, not a silent choice."""
     if path.count(".") + path.count("[") > _MAX_DEPTH:
         raise ConfigError(Problem("", "nested too deeply, or an anchor that contains itself", name))
+    if len(lines) > _MAX_KEYS:
+        message = f"more than {_MAX_KEYS} keys and items, those of anchors counted at each use"
+        raise ConfigError(Problem("", message, name))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key_node, value_node in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):

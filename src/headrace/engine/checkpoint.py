@@ -121,6 +121,11 @@ class FileTensor:
     def read(self, into: Tensor, part: Part | None = None) -> None:
         """Reads runs of rows of at most CHUNK_BYTES, so that no whole tensor lies beside the destination."""
         assert tuple(into.shape) == _part_shape(self.shape, part), (self.name, into.shape, self.shape, part)
+        if into.is_floating_point() and not self.dtype.is_floating_point:
+            raise ValueError(
+                f"{self.file.path}: tensor {self.name} holds integers ({self.dtype}): such quantised checkpoints are"
+                " not available yet: use an unquantised one or a GGUF file"
+            )
         if not self.shape:
             into.copy_(self._rows(0, 1, ()).squeeze(0))
             return

@@ -11,6 +11,7 @@ from headrace.engine.groups import dtype_named
 from headrace.kernels._native import processor_features
 from headrace.kernels.packed_linear import can_pack
 
+COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
 CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Processor flags (x86 and Arm) that mean products of bfloat16 in hardware."""
 
@@ -28,7 +29,12 @@ def compute_dtype(wanted: str, config: Mapping[str, Any], device: torch.device) 
     if wanted != "auto":
         return dtype_named(wanted)
     named = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    stored = dtype_named(str(named).removeprefix("torch."))
+    name = str(named).removeprefix("torch.")
+    if name not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"config.json: dtype {name!r} is not one to compute with: choose {', '.join(COMPUTE_DTYPES)} with --dtype"
+        )
+    stored = dtype_named(name)
     if device.type != "cpu" or stored == torch.float32:
         return stored
     return torch.bfloat16 if can_pack() or CPU_BF16_FLAGS & processor_features() else torch.float32

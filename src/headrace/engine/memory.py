@@ -18,6 +18,20 @@ def free_bytes(device: torch.device) -> int:
     return available
 
 
+def check_room(weight_bytes: int, device: torch.device) -> None:
+    """Said before loading: a machine that runs out in the middle of it kills processes without a word.
+
+    Raises:
+        MemoryError: the weights are larger than what is free.
+    """
+    free = free_bytes(device)
+    if weight_bytes > free:
+        raise MemoryError(
+            f"the weights take {weight_bytes:,} bytes and {free:,} bytes are free: free memory, or choose a smaller"
+            " model or dtype"
+        )
+
+
 def _meminfo_available() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

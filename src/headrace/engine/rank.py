@@ -16,12 +16,12 @@ from headrace.engine.batch import Batch, build_batch
 from headrace.engine.build import build_model, known_model_types
 from headrace.engine.device import compute_dtype, pick_device
 from headrace.engine.groups import dtype_named, group_layers
-from headrace.engine.memory import free_bytes
+from headrace.engine.memory import check_room, free_bytes
 from headrace.engine.pools import KvPools
 from headrace.engine.runner import Runner
 from headrace.engine.slots import SlotState
 from headrace.engine.weights import load_weights
-from headrace.hub.config import read_config
+from headrace.hub.config import read_config, text_config
 from headrace.hub.source import ModelSource
 from headrace.kernels import _native
 from headrace.layers.factory import LayerFactory
@@ -53,6 +53,7 @@ class Rank:
             dtype=dtype, recipe=lambda _: recipe, device=self.device, parallel=parallel, max_len=max_len
         )
         self.model: Model = build_model(config, factory)
+        check_room(self.model.weight_map().weight_bytes, self.device)
         with phase("loading weights"):
             report = load_weights(self.model, source, load_format=args.load_format.value, progress=parallel.rank == 0)
         kv_dtype = dtype if args.kv_cache_config.dtype == "auto" else dtype_named(args.kv_cache_config.dtype)
@@ -61,7 +62,7 @@ class Rank:
         self.facts = EngineFacts(
             model_type=str(config["model_type"]),
             vocab_size=self.model.vocab_size,
-            num_valid_ids=num_valid_ids or self.model.vocab_size,
+            num_valid_ids=min(num_valid_ids or self.model.vocab_size, self.model.vocab_size),
             max_position=self.model.max_position,
             groups=self.groups,
             weight_bytes=report.weight_bytes,
@@ -79,15 +80,17 @@ class Rank:
     @staticmethod
     def _activation_bytes(max_num_tokens: int, config: dict[str, Any], dtype: torch.dtype) -> int:
         """An upper bound of what one full step holds: the widest MLP's input and output, and the residual."""
-        text = config.get("text_config", config)
-        width = 2 * int(text.get("intermediate_size", 0)) + 6 * int(text["hidden_size"])
+        text = text_config(config)
+        width = 2 * int(text.get("intermediate_size", 0)) + 6 * int(text.get("hidden_size", 0))
         return max_num_tokens * width * dtype.itemsize
 
     def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
         pools = KvPools(self.groups, num_blocks, block_size=self.block_size, backend=self.backend, device=self.device)
         self.pools = pools
         self.runner = Runner(self.model, self.backend, pools)
-        self.state = SlotState(num_slots, num_groups=len(self.groups), max_blocks=max(num_blocks), device=self.device)
+        # One block more than the longest sequence has: a row in flight may be past its end.
+        max_blocks = min(max(num_blocks), -(-self.model.max_position // self.block_size) + 1)
+        self.state = SlotState(num_slots, num_groups=len(self.groups), max_blocks=max_blocks, device=self.device)
         self.inits: dict[int, SlotInit] = {}
         self.sampler = Sampler(
             num_slots, self.model.vocab_size, num_valid_ids=self.facts.num_valid_ids, device=self.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -53,6 +54,7 @@ class Client:
         self._stats: queue.SimpleQueue[list[dict[str, Any]]] = queue.SimpleQueue()
         self._stats_lock = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         self._link = open_link(self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="headrace-front", daemon=True)
 
@@ -148,7 +150,7 @@ class Client:
 
     def close(self) -> None:
         """End the runtime and whatever still runs. Takes under 5 s; safe to call twice."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child must not end its parent's engine
             return
         self._closed = True
         deadline = time.monotonic() + JOIN_TIMEOUT_S
@@ -193,6 +195,8 @@ class Client:
             self._notify(collector)
 
     def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeFailure("the engine stayed in the parent when this process was forked: make a new LLM here")
         if self.failure is not None:
             raise self.failure
         if self._closed:

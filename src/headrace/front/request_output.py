@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -182,7 +183,12 @@ class RequestOutput:
     async def _wait_async(self, is_there: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
-        if self._register(is_there, lambda: loop.call_soon_threadsafe(event.set)):
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the waiter was cancelled and its loop has ended
+                loop.call_soon_threadsafe(event.set)
+
+        if self._register(is_there, wake):
             await event.wait()
 
     # ---- state -------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def read_config(
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part: `text_config` of a multimodal config, else the config itself."""
     nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config  # pyright: ignore[reportUnknownVariableType]
+    return cast("dict[str, Any]", nested) if isinstance(nested, dict) else config
 
 
 def read_generation_config(source: ModelSource) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path} can't be read ({error.strerror}): check the folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}): fetch it again") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object: fetch it again")

@@ -48,8 +48,14 @@ def resolve_model(name: str, *, revision: str | None = None) -> ModelSource:
     if name in ALIASES:
         return ModelSource(kind="gguf", path=pull(name), name=name, alias=name)
     path = Path(name).expanduser()
-    if path.exists():
-        return _on_disk(path.resolve(), name)
+    try:
+        if path.exists():
+            return _on_disk(path.resolve(), name)
+    except (OSError, ValueError) as error:  # an unreadable parent, a name too long, a null character
+        if isinstance(error, ModelError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{name!r} can't be looked up ({reason}): check the path and its permissions") from None
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf") and not path.parent.is_dir():
         return _from_hub(name, revision)
     raise _not_found(name, path)
@@ -60,8 +66,13 @@ def _on_disk(path: Path, name: str, *, revision: str | None = None) -> ModelSour
         if (path / "config.json").is_file():
             return ModelSource(kind="hf", path=path, name=name, revision=revision)
         return ModelSource(kind="gguf", path=_only_gguf(path), name=name, revision=revision)
-    with path.open("rb") as file:
-        magic = file.read(len(GGUF_MAGIC))
+    if not path.is_file():  # a pipe would keep us waiting
+        raise ModelError(f"{path} is no regular file: give a .gguf file, or the folder that holds config.json")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(GGUF_MAGIC))
+    except OSError as error:
+        raise ModelError(f"{path} can't be read ({error.strerror}): check its permissions") from None
     if magic == GGUF_MAGIC:
         return ModelSource(kind="gguf", path=path, name=name, revision=revision)
     if path.suffix == ".gguf":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,17 +44,26 @@ class HfConfig(Mapping[str, Any]):
     def model_type(self) -> str:
         return str(self._values.get("model_type"))
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number of at least `least`: most are sizes, and no size is 0."""
         value = self.get(key, default) if default is not None else self[key]
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{self.place}: {key} must be an integer, not {value!r}")
+        if value < least:
+            raise ValueError(f"{self.place}: {key} must be at least {least}, not {value}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default) if default is not None else self[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"{self.place}: {key} must be a number, not {value!r}")
         return float(value)
+
+    def optional_integer(self, key: str) -> int | None:
+        return self.integer(key) if key in self else None
+
+    def optional_number(self, key: str) -> float | None:
+        return self.number(key) if key in self else None
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
@@ -80,7 +90,7 @@ class HfConfig(Mapping[str, Any]):
     def num_kv_heads(self) -> int:
         heads = self.integer("num_attention_heads")
         kv_heads = self.integer("num_key_value_heads", heads)
-        if kv_heads < 1 or heads % kv_heads != 0:
+        if heads % kv_heads != 0:
             raise ValueError(
                 f"{self.place}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
             )

@@ -57,6 +57,8 @@ OPTIONAL_KEYS: dict[str, frozenset[str]] = {
     "longrope": frozenset({"original_max_position_embeddings", "attention_factor", "factor"}),
     "proportional": frozenset({"factor"}),
 }
+UNSET_BY_ZERO = ("mscale", "mscale_all_dim")
+LIST_KEYS = ("short_factor", "long_factor")
 OLD_NAMES = {"su": "longrope"}
 DEFAULT_THETA = 10_000.0
 
@@ -92,7 +94,7 @@ def rope_settings(
     """
     place, values = _rope_keys(config, layer_type)
     named = values.get("rope_type", values.get("type", "default"))
-    kind = OLD_NAMES.get(named, named)
+    kind = OLD_NAMES.get(str(named), str(named))
     if kind not in NEEDED_KEYS:
         raise ValueError(
             f"config.json: {place} has the unknown rope type {named!r}: known are {', '.join(NEEDED_KEYS)}"
@@ -107,16 +109,39 @@ def rope_settings(
     for key in sorted(NEEDED_KEYS[kind]):
         if own.get(key) is None:
             raise ValueError(f"config.json: {place} lacks the key {key!r}, which rope type {kind!r} needs")
+    _check_values(place, own)
     share = values.get("partial_rotary_factor")
-    max_positions = int(config["max_position_embeddings"])
+    max_positions = _size("max_position_embeddings", config["max_position_embeddings"])
     return RopeSettings(
         kind=kind,
-        theta=float(values.get("rope_theta") or config.get("rope_theta") or default_theta),
-        rotary_share=float(share if share is not None else config.get("partial_rotary_factor") or 1.0),
+        theta=_positive("rope_theta", values.get("rope_theta") or config.get("rope_theta") or default_theta),
+        rotary_share=_positive(
+            "partial_rotary_factor", share if share is not None else config.get("partial_rotary_factor") or 1.0
+        ),
         max_positions=max_positions,
         original_positions=_original_positions(config, own, max_positions),
         values=own,
     )
+
+
+def _check_values(place: str, own: Mapping[str, Any]) -> None:
+    for key, value in own.items():
+        if value is None or key == "truncate" or (key in UNSET_BY_ZERO and value == 0):
+            continue
+        for item in value if key in LIST_KEYS and isinstance(value, list) else [value]:
+            _positive(f"{place}: {key}", item)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {name} must be a number greater than 0, not {value!r}")
+    return float(value)
+
+
+def _size(name: str, value: Any) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"config.json: {name} must be an integer, not {value!r}")
+    return int(_positive(name, value))
 
 
 def _rope_keys(config: Mapping[str, Any], layer_type: str | None) -> tuple[str, Mapping[str, Any]]:
@@ -125,6 +150,8 @@ def _rope_keys(config: Mapping[str, Any], layer_type: str | None) -> tuple[str, 
         values = config.get(place)
         if not values:
             continue
+        if not isinstance(values, Mapping):
+            raise ValueError(f"config.json: {place} must be an object, not {values!r}")
         if any(isinstance(value, Mapping) for value in values.values()):
             if layer_type is None or not isinstance(values.get(layer_type), Mapping):
                 raise ValueError(f"config.json: {place} has no rope parameters for {layer_type or 'all'} layers")
@@ -136,7 +163,7 @@ def _rope_keys(config: Mapping[str, Any], layer_type: str | None) -> tuple[str, 
 def _original_positions(config: Mapping[str, Any], values: Mapping[str, Any], max_positions: int) -> int:
     # Phi-3 states it beside the rope keys, and there it wins.
     given = config.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
-    return int(given or max_positions)
+    return _size("original_max_position_embeddings", given or max_positions)
 
 
 def max_position(config: Mapping[str, Any], *, layer_type: str | None = None) -> int:
@@ -163,6 +190,11 @@ class Rotary:
         """
         self.settings = settings
         self.rotary_dim = int(head_dim * settings.rotary_share)
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= head_dim:
+            raise ValueError(
+                f"config.json: {self.rotary_dim} of the {head_dim} features of a head (head_dim) would be rotated, by"
+                " pairs: give an even head_dim and a partial_rotary_factor of at most 1"
+            )
         max_len = settings.max_positions if max_len is None else max_len
         self._frequencies, self._scale = _frequencies(settings, head_dim, self.rotary_dim, max_len)
         self._frequencies = self._frequencies.to(device)  # [rotary_dim / 2] float32

@@ -20,15 +20,17 @@ def layer_kinds(config: HfConfig, *, sliding_pattern: int | None = None) -> list
     num_layers = config.integer("num_hidden_layers")
     stated = config.get("layer_types")
     if stated is not None:
-        unknown = sorted(set(stated) - {FULL, SLIDING})
+        if not isinstance(stated, list):
+            raise ValueError(f"{config.place}: layer_types must be a list, not {stated!r}")
+        unknown = sorted({str(kind) for kind in stated} - {FULL, SLIDING})
         if unknown or len(stated) != num_layers:
             wrong = f"the unknown {unknown[0]!r}" if unknown else f"{len(stated)} entries for {num_layers} layers"
             raise ValueError(f"{config.place}: layer_types has {wrong}: it states {FULL} or {SLIDING} by layer")
         return list(stated)
     if sliding_pattern is not None:
         return [SLIDING if (layer + 1) % sliding_pattern else FULL for layer in range(num_layers)]
-    if config.flag("use_sliding_window", False) and config.get("sliding_window") is not None:
-        first = config.integer("max_window_layers")
+    if config.flag("use_sliding_window", False) and "sliding_window" in config:
+        first = config.integer("max_window_layers", least=0)
         return [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return [FULL] * num_layers
 
@@ -37,5 +39,5 @@ def layer_windows(config: HfConfig) -> list[int | None]:
     """Tokens that a query sees, itself included, by layer; None is everything. For configs in Qwen's form."""
     if not config.flag("use_sliding_window", False):
         return [None] * config.integer("num_hidden_layers")
-    window = config.get("sliding_window")
+    window = config.optional_integer("sliding_window")
     return [window if kind == SLIDING else None for kind in layer_kinds(config)]

@@ -126,7 +126,7 @@ class Gemma3Model(Decoder):
                 vocab_size,
                 hidden_size,
                 tied_to=embedding if is_tied else None,
-                soft_cap=text.get("final_logit_softcapping"),
+                soft_cap=text.optional_number("final_logit_softcapping"),
             ),
             ropes={kind: factory.rotary(_rope_settings(text, kind), text.head_dim()) for kind in sorted(set(kinds))},
             max_position=text.integer("max_position_embeddings"),
@@ -159,7 +159,8 @@ def _text_config(config: HfConfig) -> tuple[HfConfig, bool]:
 def _rope_settings(config: HfConfig, kind: str) -> RopeSettings:
     """`rope_parameters` by layer type; older configs scale full layers only and name the local base apart."""
     if "rope_parameters" in config:
-        if FULL not in config["rope_parameters"] and SLIDING not in config["rope_parameters"]:
+        stated = config.section("rope_parameters")
+        if FULL not in stated and SLIDING not in stated:
             raise ValueError(f"{config.place}: rope_parameters must be given by layer type ({FULL}, {SLIDING})")
         return rope_settings(config, layer_type=kind, default_theta=GLOBAL_THETA if kind == FULL else LOCAL_THETA)
     if kind == FULL:
@@ -187,7 +188,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str, *, kind: str) -> 
             rope=kind,
             scale=config.number("query_pre_attn_scalar") ** -0.5,
             window=config.integer("sliding_window") if kind == SLIDING else None,
-            soft_cap=config.get("attn_logit_softcapping"),
+            soft_cap=config.optional_number("attn_logit_softcapping"),
             qkv_bias=has_bias,
             out_bias=has_bias,
             q_norm=factory.head_norm(f"{name}.attention.q_norm", head_dim, eps=eps, plus_one=True),

@@ -54,7 +54,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str) -> PreNormLayer:
             num_kv_heads=config.num_kv_heads(),
             head_dim=config.head_dim(),
             rope="all",
-            window=config.get("sliding_window") if config.model_type == "mistral" else None,
+            window=config.optional_integer("sliding_window") if config.model_type == "mistral" else None,
             qkv_bias=has_bias,
             out_bias=has_bias,
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.config.llm_args import LlmArgs
 from headrace.engine.engine import Engine
-from headrace.hub.config import read_config
+from headrace.hub.config import read_config, text_config
 from headrace.hub.source import ModelSource
 from headrace.runtime.ranks import RankGroup
 from headrace.seam import EnginePort
@@ -24,4 +24,7 @@ def tokenizer_size(args: LlmArgs, source: ModelSource) -> int | None:
     if args.tokenizer is not None and not isinstance(args.tokenizer, str):
         return None
     tokenizer = load_tokenizer(args.tokenizer or source, mode=args.tokenizer_mode)
-    return check_vocabulary(tokenizer, read_config(source, model_kwargs=args.model_kwargs))
+    config = read_config(source, model_kwargs=args.model_kwargs)
+    if "vocab_size" not in {**config, **text_config(config)}:  # the architecture's default, which the rank knows
+        return tokenizer.vocab_size
+    return check_vocabulary(tokenizer, config)

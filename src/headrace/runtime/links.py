@@ -59,6 +59,11 @@ class ZmqLink:
         self._last: bytes = b""
         self._greeting: bytes | None = None
 
+    @property
+    def has_fronts(self) -> bool:
+        """Whether a front end has said Hello."""
+        return bool(self._identity)
+
     def greet(self, message: wire.Down) -> None:
         """What every front end is told, those that have said Hello and those to come."""
         self._greeting = wire.encode(message)
@@ -88,6 +93,8 @@ class ZmqLink:
         fronts = {wire.front_of(delta.id) for delta in outbox.deltas}
         owners = outbox.ids >> wire.FRONT_SHIFT
         fronts.update(np.unique(owners).tolist())
+        if not outbox:  # a sign of life, for all
+            fronts.update(self._identity)
         for front in fronts:
             mine = owners == front
             message = wire.Outputs(

@@ -17,6 +17,10 @@ HELD_WAIT_S = 0.001
 """Sleep when requests wait for something else than a step (a grammar, a fuller batch)."""
 
 
+BEAT_PERIOD_S = 1.0
+"""Longest silence while steps are made: by it front ends tell a long prompt from a stuck engine."""
+
+
 class Link(Protocol):
     """Where messages of front ends come from and outputs go to."""
 
@@ -25,7 +29,7 @@ class Link(Protocol):
         ...
 
     def send(self, outbox: Outbox, step: int) -> None:
-        """Route tokens and deltas to the front ends that own them."""
+        """Route tokens and deltas to the front ends that own them; an empty outbox is a sign of life for all."""
         ...
 
     def reply(self, message: wire.Down) -> None:
@@ -47,6 +51,7 @@ class Loop:
         self.stats = stats
         self.steps = 0
         self._stopping = False
+        self._sent_s = 0.0
 
     def run(self) -> None:
         """Until a Shutdown message; raises what the engine raises."""
@@ -65,11 +70,13 @@ class Loop:
             outbox = scheduler.commit(result)
             self.steps += 1
             self.stats.record(scheduler, result)
-            self._send(outbox)
+            self._send(outbox, is_step=True)
 
-    def _send(self, outbox: Outbox) -> None:
-        if outbox:
+    def _send(self, outbox: Outbox, *, is_step: bool = False) -> None:
+        now_s = time.monotonic()
+        if outbox or (is_step and now_s - self._sent_s >= BEAT_PERIOD_S):
             self.link.send(outbox, self.steps)
+            self._sent_s = now_s
 
     def _drain(self) -> None:
         for message in self.link.receive(self._patience()):

@@ -47,8 +47,9 @@ def main() -> int:
         told = failed(error)
         link.greet(told)
         link.receive(HELLO_WAIT_S)  # front ends whose Hello is still on its way are answered as it is read
-        log.error("%s", told.message)
-        log.debug("%s", told.traceback)
+        if not link.has_fronts:  # a front end prints it itself, last
+            log.error("%s", told.message)
+            log.debug("%s", told.traceback)
         return 2 if told.bad_input else 1
     finally:
         link.close()

@@ -12,6 +12,8 @@ GIB = 1 << 30
 CPU_POOL_CAP_BYTES = 4 * GIB
 """On a CPU the pool is capped: main memory belongs to others too. `max_gpu_total_bytes` raises it."""
 MAX_SPARE_SLOTS = 256
+SLOT_BYTES = 1024
+"""About what a slot costs in the scheduler and the sampler, used or not."""
 
 
 class NoRoom(MemoryError):
@@ -51,16 +53,41 @@ def settle(args: LlmArgs, facts: EngineFacts) -> Settled:
     max_seq_len = settle_max_seq_len(args, facts, int(num_tokens))
     num_usable = int(num_tokens // block)
     if num_usable < 1:
-        raise NoRoom(
-            f"no memory for one block of the KV cache: a block of {block} tokens takes "
-            f"{per_token * block:,} bytes and {budget:,} bytes are left for it; "
-            "free memory, raise kv_cache_config.free_gpu_memory_fraction or max_tokens, or choose a smaller model"
-        )
+        raise _no_room(args, facts, block_bytes=per_token * block, budget_bytes=budget)
     num_blocks = (num_usable + 1,) * len(facts.groups)
     depth = 0 if args.disable_overlap_scheduler else 1
     scheduler = scheduler_settings(args, max_seq_len=max_seq_len, depth=depth)
+    if scheduler.num_slots * SLOT_BYTES > facts.free_bytes:
+        raise NoRoom(
+            f"max_batch_size: the tables of {args.max_batch_size} sequences take {scheduler.num_slots * SLOT_BYTES:,} "
+            f"bytes and {facts.free_bytes:,} bytes are free: lower it"
+        )
     table = memory_table(facts, num_blocks=num_usable, block=block, per_token=per_token)
     return Settled(scheduler, num_blocks, max_seq_len, table)
+
+
+def _no_room(args: LlmArgs, facts: EngineFacts, *, block_bytes: int, budget_bytes: int) -> NoRoom:
+    """What left no room, and what to do about that."""
+    kv = args.kv_cache_config
+    block = kv.tokens_per_block
+    if budget_bytes >= block_bytes:
+        return NoRoom(
+            f"kv_cache_config.max_tokens: {kv.max_tokens} leaves no room for one block of the KV cache: "
+            f"raise it to at least {block} (tokens_per_block)"
+        )
+    if facts.activation_bytes >= facts.free_bytes:
+        remedy = (
+            f"a step of max_num_tokens {args.max_num_tokens} takes {facts.activation_bytes:,} of the "
+            f"{facts.free_bytes:,} bytes that are free; lower max_num_tokens"
+        )
+    elif budget_bytes == kv.max_gpu_total_bytes:
+        remedy = "raise kv_cache_config.max_gpu_total_bytes"
+    else:
+        remedy = "free memory, raise kv_cache_config.free_gpu_memory_fraction, or choose a smaller model"
+    return NoRoom(
+        f"no memory for one block of the KV cache: a block of {block} tokens takes {block_bytes:,} bytes and "
+        f"{budget_bytes:,} bytes are left for it; {remedy}"
+    )
 
 
 def kv_budget_bytes(args: LlmArgs, facts: EngineFacts) -> int:

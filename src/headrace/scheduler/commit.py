@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,11 +126,10 @@ class Commit:
             plain = ~rich
             one = generation[plain]
             chosen = self.result.tokens[self._offsets[first:-1][plain]]
-            pairs: list[tuple[int, int]] = list(zip(one.tolist(), chosen.tolist(), strict=True))
+            append = slots.append
+            pairs: Iterable[tuple[int, int]] = zip(one.tolist(), chosen.tolist(), strict=True)
             for slot, token in pairs:
-                active = slots.by_slot[slot]
-                assert active is not None
-                active.tokens.append(token)
+                append[slot](token)
             slots.length[one] += 1
             self.out.num_generated += len(one)
             self.out.plain_ids.append(slots.request_id[one])

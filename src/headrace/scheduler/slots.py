@@ -6,6 +6,8 @@ A step touches thousands of rows; arrays keep plan and commit linear with a smal
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,11 +17,17 @@ from headrace.seam import Ints
 NO_TOKEN = -1
 
 
+def _nobody(token: int) -> None:
+    raise AssertionError("a slot with rows in flight has an owner")
+
+
 class SlotTable:
     """Slots of one section. `by_slot[s]` owns slot s from admission until its last row is committed."""
 
     def __init__(self, num_slots: int) -> None:
         self.by_slot: list[Active | None] = [None] * num_slots
+        self.append: list[Callable[[int], None]] = [_nobody] * num_slots
+        """The owner's `tokens.append`: what a plain row of a commit calls, thousands of times a step."""
         self._free: list[int] = list(range(num_slots - 1, -1, -1))
         self.request_id = np.zeros(num_slots, np.int64)
         self.length = np.zeros(num_slots, np.int64)
@@ -50,6 +58,7 @@ class SlotTable:
         active.slot = slot
         request = active.request
         self.by_slot[slot] = active
+        self.append[slot] = active.tokens.append
         self.request_id[slot] = request.id
         self.length[slot] = len(active.tokens)
         self.pending[slot] = 0
@@ -72,6 +81,7 @@ class SlotTable:
     def give_back(self, slot: int) -> None:
         assert self.by_slot[slot] is not None
         self.by_slot[slot] = None
+        self.append[slot] = _nobody
         self.max_len[slot] = 0
         self.capacity[slot] = 0
         self.generating[slot] = False

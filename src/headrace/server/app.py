@@ -65,8 +65,8 @@ class Routes:
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        """200 when requests are answered; 503 while loading, draining or without an engine."""
-        state = self._service.state
+        """200 when requests are answered; 503 while loading, draining, without an engine or with a stuck one."""
+        state = "stalled" if self._service.is_stalled else self._service.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
     async def version(self, request: Request) -> Response:

@@ -45,7 +45,7 @@ class RuntimeLink:
             task.add_done_callback(self._ended)
 
     def send(self, frame: bytes) -> None:
-        """From the event loop's thread; order is kept. Encoded by the caller, whom a value that can't travel concerns."""
+        """From the event loop's thread; order is kept. The caller encodes: a value that can't travel is its concern."""
         self._outbox.put_nowait(frame)
 
     async def close(self) -> None:

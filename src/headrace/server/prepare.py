@@ -71,8 +71,8 @@ class Kitchen:
         prompts = prompts_of(body.prompt)
         if len(prompts) * params.num_sequences > MAX_SEQUENCES:
             raise RequestError(
-                f"{len(prompts)} prompts with {params.num_sequences} choices each are more than {MAX_SEQUENCES} sequences:"
-                " send fewer in one request",
+                f"{len(prompts)} prompts with {params.num_sequences} choices each are more than"
+                f" {MAX_SEQUENCES} sequences: send fewer in one request",
                 param="prompt",
             )
         ids = [self.builder.encode(p, params) if isinstance(p, str) else p for p in prompts]

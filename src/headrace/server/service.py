@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 
 RETRY_LOADING_S = 5
 FRONT = 1
+WORKER_NAME = "headrace-input"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class ServiceOptions:
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
     shutdown_timeout_s: float = 30.0
+    stall_timeout_s: float = 60.0
+    """Without a finished step for so long while requests run, the server isn't ready."""
     num_workers: int = 8
     """Threads that render templates and tokenise."""
     api_keys: tuple[str, ...] = ()
@@ -66,8 +70,10 @@ class Service:
         self.failure: wire.Failed | None = None
         self.router = Router(FRONT)
         self.counters = Counters()
+        self._progress_s = time.monotonic()
+        """When the runtime was last heard of, or began to have work."""
         self.jobs: set[Job] = set()
-        self.workers = ThreadPoolExecutor(options.num_workers, thread_name_prefix="headrace-input")
+        self.workers = ThreadPoolExecutor(options.num_workers, thread_name_prefix=WORKER_NAME)
         self.changed = asyncio.Event()
         """Set whenever the state changes or a job ends; whoever waits clears it."""
         self._load_text = load_text
@@ -84,7 +90,7 @@ class Service:
         self._info = asyncio.get_running_loop().create_future()
         self._settling = asyncio.create_task(self._become_ready(self._info))
         self._pump.start()
-        self._link = RuntimeLink(address, self._pump.put, front=FRONT, on_failure=self._link_failed)
+        self._link = RuntimeLink(address, self._on_frame, front=FRONT, on_failure=self._link_failed)
         self._link.start()
 
     async def close(self) -> None:
@@ -118,6 +124,12 @@ class Service:
         self.state = state
         self.changed.set()
 
+    @property
+    def is_stalled(self) -> bool:
+        """Requests run, and the engine has finished no step for `stall_timeout_s`."""
+        silent_s = time.monotonic() - self._progress_s
+        return self.state == "ready" and bool(self.jobs) and silent_s > self.options.stall_timeout_s
+
     # ---- requests ----------------------------------------------------------------------------
 
     def kitchen(self) -> Kitchen:
@@ -144,6 +156,8 @@ class Service:
         for collector in prepared.collectors:
             job.add(collector)
             self.router.add(collector)
+        if not self.jobs:
+            self._progress_s = time.monotonic()
         self.jobs.add(job)
         self.counters.accepted += 1
         self._send_frame(frame)
@@ -181,6 +195,10 @@ class Service:
 
     def _link_failed(self, error: BaseException) -> None:
         self.fail(wire.Failed(f"the link to the runtime broke: {type(error).__name__}: {error}"))
+
+    def _on_frame(self, frame: bytes) -> None:
+        self._progress_s = time.monotonic()
+        self._pump.put(frame)
 
     # ---- from the pump -----------------------------------------------------------------------
 

@@ -51,7 +51,8 @@ class FastTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         add_by_backend = add_special_tokens and self._uses_post_processor
         try:
-            ids = self.backend.encode(text, add_special_tokens=add_by_backend).ids
+            # A batch of one: unlike `encode` it lets other threads run meanwhile, and it finds no offsets.
+            ids = self.backend.encode_batch_fast([text], add_special_tokens=add_by_backend)[0].ids
         except (TypeError, UnicodeEncodeError):
             encode_utf8(text)  # names the character, if that was it
             raise

@@ -68,9 +68,8 @@ def _add_missing(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str], folder: Path
 ) -> None:
     """Registers what tokenizer_config.json declares beyond tokenizer.json, so that it is matched whole in text."""
-    declared: dict[str, Any] = config.get("added_tokens_decoder") or {}
     present = backend.get_added_tokens_decoder()
-    for token_id, entry in sorted((int(key), value) for key, value in declared.items()):
+    for token_id, entry in _declared_tokens(config, folder):
         known = present.get(token_id)
         if known is not None and known.content == entry["content"] and known.special == entry.get("special", False):
             continue
@@ -82,11 +81,25 @@ def _add_missing(
                 f" {backend.token_to_id(entry['content'])}: the files belong to different models; fetch them again"
             )
     specials = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    listed: list[Any] = config.get("additional_special_tokens") or []
-    extra = [_content(token) for token in listed]
+    listed: Any = config.get("additional_special_tokens")
+    extra = [_content(token) for token in cast("list[Any]", listed)] if isinstance(listed, list) else []
     for token in (*special_tokens.values(), *extra):
         if token is not None and token not in specials and backend.token_to_id(token) is not None:
             add_tokens(backend, [tokenizers.AddedToken(token, special=True, normalized=False)])
+
+
+def _declared_tokens(config: Mapping[str, Any], folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    declared: Any = config.get("added_tokens_decoder") or {}
+    try:
+        found = sorted(((int(key), dict(value)) for key, value in declared.items()), key=lambda pair: pair[0])
+        if all(isinstance(entry["content"], str) for _, entry in found):
+            return found
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise ModelError(
+        f"{folder / 'tokenizer_config.json'} has an added_tokens_decoder that is no object of ids and tokens: fetch it"
+        " again"
+    )
 
 
 def _is_known(backend: tokenizers.Tokenizer, role: str, token: str) -> bool:

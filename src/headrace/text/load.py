@@ -30,7 +30,10 @@ def load_tokenizer(source: ModelSource | str | Path, *, mode: TokenizerMode = "a
         folder = Path(source).expanduser()
         if folder.is_dir() and _has_tokenizer(folder):
             return _from_folder(folder, mode)
-        source = resolve_model(str(source))
+        try:
+            source = resolve_model(str(source))
+        except ModelError as error:
+            raise ModelError(f"tokenizer: {error}") from None
     if source.kind == "hf":
         return _from_folder(source.path, mode)
     file = GgufFile(source.path)

@@ -9,6 +9,7 @@ Contract of templates (Hugging Face's chat template documentation): blocks are t
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -29,6 +30,8 @@ from headrace.hub.source import ModelSource
 from headrace.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "TemplateError", "load_chat_template"]
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT = "default"
 _TOOL_USE = "tool_use"
@@ -111,6 +114,11 @@ class ChatTemplate:
         written = sorted({token for text in self._sources.values() for token in _CONTROL_TOKEN.findall(text)})
         return [token for token in written if len(tokenizer.encode(token, add_special_tokens=False)) != 1]
 
+    def check(self) -> None:
+        """Raises TemplateError if the syntax of a template is broken."""
+        for which in self._sources:
+            self._compile(which)
+
     def _compile(self, which: str) -> jinja2.Template:
         if not self._sources:
             raise TemplateError(
@@ -133,18 +141,26 @@ def load_chat_template(
     """The model's template, or `override`: a file's path, or a template itself.
 
     `special_tokens` are the tokenizer's. In a Hugging Face folder chat_template.jinja wins over chat_template.json and
-    those over tokenizer_config.json.
+    those over tokenizer_config.json. A model's own template that is broken is a warning.
 
     Raises:
         ModelError: an unreadable file.
+        TemplateError: `override` is broken.
     """
     if override is not None:
-        templates = {_DEFAULT: _read_override(override)}
-    elif source.kind == "gguf":
+        given = ChatTemplate({_DEFAULT: _read_override(override)}, special_tokens=special_tokens, name=source.name)
+        given.check()
+        return given
+    if source.kind == "gguf":
         templates = _from_gguf(GgufFile(source.path).metadata)
     else:
         templates = _from_folder(source.path)
-    return ChatTemplate(templates, special_tokens=special_tokens, name=source.name)
+    found = ChatTemplate(templates, special_tokens=special_tokens, name=source.name)
+    try:
+        found.check()
+    except TemplateError as error:  # prompts still work
+        logger.warning("%s: %s: chats will be refused; give another one with --chat_template", source.path, error)
+    return found
 
 
 def _read_override(override: str) -> str:
@@ -157,7 +173,8 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"chat template {path} can't be read ({error}): give a Jinja file or the template") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"chat template {path} can't be read ({reason}): give a Jinja file or the template") from None
 
 
 def _from_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -184,8 +201,13 @@ def _named_templates(value: Any) -> dict[str, str]:
     """One template, or a list of {name, template}."""
     if isinstance(value, str):
         return {_DEFAULT: value}
-    entries = cast("list[dict[str, str]]", value) if isinstance(value, list) else []
-    return {entry["name"]: entry["template"] for entry in entries}
+    entries = cast("list[Any]", value) if isinstance(value, list) else []
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in entries}
+    except (KeyError, TypeError):
+        raise ModelError(
+            "chat_template must be a template or a list of {name, template}: fetch the model again"
+        ) from None
 
 
 def _message(message: Any) -> dict[str, Any]:
