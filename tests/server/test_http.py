@@ -182,6 +182,7 @@ def test_a_stuck_engine_is_not_ready(folder: Path) -> None:
         ({"stop": "a" * 5000}, "stop"),
         ({"stop_token_ids": [1] * 300}, "stop_token_ids"),
         ({"bad": ["a"] * 2000}, "bad"),
+        ({"prompt_logprobs": 200}, "prompt_logprobs"),
         ({"prompt": ["a"] * 100, "n": 100}, "prompt"),
     ],
 )

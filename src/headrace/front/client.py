@@ -186,6 +186,8 @@ class Client:
             self._stats.put(message.iterations)
 
     def _fail(self, message: wire.Failed) -> None:
+        if message.traceback:
+            log.debug("%s", message.traceback)
         self.failure = RuntimeFailure(message.message, traceback=message.traceback, bad_input=message.bad_input)
         self._settled.set()
         self._fail_all(message.message)

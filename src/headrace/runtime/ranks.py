@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ Message = TypeVar("Message", codec.Opened, codec.Allocated, codec.Done)
 
 POLL_S = 0.2
 CLOSE_TIMEOUT_S = 4.0
+DEATH_WAIT_S = 1.0
 
 
 class RankFailed(RuntimeError):
@@ -113,14 +115,20 @@ class RankGroup:
         if code is not None:
             raise RankFailed(f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} ended ({code})")
 
+    def _blame_the_dead(self, reporter: int) -> None:
+        """What one rank reports may be another's death: name that one. Its sockets close before its process ends."""
+        deadline_s = time.monotonic() + DEATH_WAIT_S
+        while time.monotonic() < deadline_s:
+            for other in range(self.size):
+                if other != reporter and not self._sockets[other].poll(0):
+                    self._raise_if_dead(other)
+            time.sleep(0.02)
+
     def _expect(self, rank: int, kind: type[Message]) -> Message:
         self._wait(rank, zmq.POLLIN)
         message = codec.decode_from_rank(self._sockets[rank].recv())
         if isinstance(message, codec.Broken):
-            # What one rank reports may be another's death: name that one.
-            for other in range(self.size):
-                if other != rank and not self._sockets[other].poll(0):
-                    self._raise_if_dead(other)
+            self._blame_the_dead(rank)
             text = f"rank {rank}: {message.message}"
             raise ValueError(text) if message.bad_input else RankFailed(text)
         assert isinstance(message, kind), message

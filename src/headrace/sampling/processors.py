@@ -58,6 +58,6 @@ def run(processors: Sequence[Processor], row: Tensor, tokens: list[int], *, requ
     for processor in processors:
         try:
             processor(request_id, logits, [list(tokens)], None, None)
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: the engine's thread is not the processor's to end
             return f"logits_processor: {type(error).__name__}: {error}"
     return ""

@@ -16,7 +16,7 @@ from starlette.types import Receive
 from headrace.front.errors import RequestError
 from headrace.log import get
 from headrace.server.auth import ApiKeys
-from headrace.server.errors import as_request_error, error_body, error_response, model_not_found
+from headrace.server.errors import Unavailable, as_request_error, error_body, error_response, model_not_found
 from headrace.server.event_stream import EventStream
 from headrace.server.prepare import Kitchen, Prepared
 from headrace.server.reading import read_json
@@ -100,6 +100,8 @@ class Routes:
             response = await self._answer(kitchen, data, prepare, gone)
         except ClientDisconnect:
             pass
+        except asyncio.CancelledError:  # still preparing when the time to shut down was up
+            response = error_response(Unavailable("the server is shutting down", code="shutting_down"))
         except Exception as error:
             refusal = as_request_error(error)
             self._service.counters.rejected += 1

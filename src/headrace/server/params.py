@@ -56,6 +56,7 @@ def completion_params(body: CompletionBody) -> SamplingParams:
 def _params(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     _check_at_most("n", body.n, MAX_CHOICES)
     _check_at_most("best_of", body.best_of, MAX_CHOICES)
+    _check_at_most("prompt_logprobs", body.prompt_logprobs, MAX_TOP_LOGPROBS)
     _check_sizes(body)
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(body, name)
