@@ -29,11 +29,17 @@ VARIABLES: tuple[Variable, ...] = (CACHE, LOG_LEVEL, API_KEY, XDG_CACHE_HOME)
 
 
 def cache_dir() -> Path:
-    """The cache folder, absolute; it need not exist yet."""
+    """The cache folder, absolute; it need not exist yet.
+
+    Raises:
+        ValueError: it begins with the home folder of a user that does not exist.
+    """
     text = _text(CACHE)
-    if text:
-        return Path(text).expanduser().absolute()
-    return Path(_text(XDG_CACHE_HOME) or "~/.cache").expanduser().absolute() / "headrace"
+    path = Path(text) if text else Path(_text(XDG_CACHE_HOME) or "~/.cache") / "headrace"
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:
+        raise ValueError(f"{path} is below no user's home: set {CACHE.name} to a folder") from None
 
 
 def log_level() -> str:

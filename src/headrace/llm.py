@@ -79,7 +79,7 @@ class LLM:
         given = {name: value for name, value in locals().items() if name in NAMED_DEFAULTS}
         named = {name: value for name, value in given.items() if value != NAMED_DEFAULTS[name]}
         resolved = resolve(arguments={"model": str(model), **named, **kwargs})
-        resolved.log_notes()
+        resolved.take_effect()
         self._open(resolved.args, open_default_runtime)
 
     @classmethod

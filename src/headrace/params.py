@@ -281,7 +281,7 @@ def _check_float(name: str, value: Any, low: float | None, high: float | None) -
     if value is None:
         return
     if not isinstance(value, int | float) or isinstance(value, bool) or not -MAX_FLOAT <= value <= MAX_FLOAT:
-        raise FieldError(name, f"must be a finite number, got {_shown(value)}")
+        raise FieldError(name, f"must be a number that float32 can hold, got {_shown(value)}")
     _check_range(name, value, low, high)
 
 

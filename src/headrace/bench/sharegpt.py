@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from headrace.bench.workload import Task
+from headrace.env import cache_dir
 from headrace.hub import pull
 from headrace.hub.aliases import Alias, Wheel
-from headrace.hub.cache import cache_dir
 from headrace.hub.errors import ModelError
 from headrace.text.tokenizer import Tokenizer, encode_prompt
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headrace import __version__
+from headrace.cli.models import model_argument
 from headrace.cli.options import _Option, _state, llm_options, resolved_from_click
 from headrace.config.resolution import Resolved, Typed
 
@@ -136,7 +137,7 @@ def _concurrency(default: int) -> Callable[[Command], Command]:
 
 
 @bench.command("throughput")
-@click.argument("model", required=False)
+@model_argument
 @_concurrency(-1)
 @_bench_options
 @llm_options
@@ -150,7 +151,7 @@ def throughput(ctx: click.Context, model: str | None, **options: Any) -> None:
 
 
 @bench.command("latency")
-@click.argument("model", required=False)
+@model_argument
 @_concurrency(1)
 @_bench_options
 @llm_options
@@ -168,16 +169,15 @@ def _typed(options: dict[str, Any]) -> Options:
 
 
 def _bench(ctx: click.Context, kind: str, model: str | None, options: Options) -> None:
-    from headrace import env, log
+    from headrace import log
 
     resolved = resolved_from_click(ctx, _model_name(ctx, model))
     log.setup(resolved.server.log_level)
     if log.LEVELS[resolved.server.log_level] == log.LEVELS["info"]:
         log.get("scheduler").setLevel(log.LEVELS["warning"])  # a line for each request is too much here
-    resolved.log_notes()
+    resolved.take_effect()
     _check_files(options)
     args = _engine_args(resolved, options)
-    env.apply_overrides(args.env_overrides)
     gc.set_threshold(args.garbage_collection_gen0_threshold)
 
     from headrace.hub.source import resolve_model

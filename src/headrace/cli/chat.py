@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from headrace.cli.models import model_argument
 from headrace.cli.options import llm_options
 from headrace.cli.session import check_finish, open_llm, sampling_options, sampling_params
 
@@ -58,7 +59,7 @@ class Conversation:
 
 
 @click.command()
-@click.argument("model", required=False)
+@model_argument
 @click.option("--prompt", "-p", help="Answer this and exit.")
 @click.option("--system", "-s", help="System message.")
 @sampling_options
@@ -69,6 +70,8 @@ def chat(ctx: click.Context, model: str | None, prompt: str | None, system: str 
 
     Commands: /reset starts a new conversation, /help shows this, /exit (or Ctrl-D) ends. Ctrl-C stops an answer.
     """
+    if prompt is None and sys.stdin is None:
+        raise click.UsageError("there is no standard input: give a --prompt")
     params = sampling_params(sampling, default_max_tokens=None)
     with open_llm(ctx, model) as llm:
         conversation = Conversation(llm, params, system)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from headrace.cli.models import model_argument
 from headrace.cli.options import llm_options, resolved_from_click
 from headrace.config.disagg import is_disagg, load_disagg
 from headrace.config.errors import ConfigError
@@ -24,7 +25,7 @@ def config_group() -> None:
 
 
 @config_group.command("check")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.pass_context
 def check(ctx: click.Context, files: tuple[str, ...]) -> None:
     """Check YAML files for unknown keys, bad values, contradictions and features that are not there yet.
@@ -46,7 +47,7 @@ def check(ctx: click.Context, files: tuple[str, ...]) -> None:
 
 
 @config_group.command("show")
-@click.argument("model", required=False)
+@model_argument
 @click.option("--format", "form", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True,
               help="Form of the output.")  # fmt: skip
 @click.option("--all", "everything", is_flag=True, help="Also the settings that have their defaults.")

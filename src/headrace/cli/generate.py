@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from headrace.cli.models import model_argument
 from headrace.cli.options import llm_options
 from headrace.cli.session import check_finish, open_llm, sampling_options, sampling_params
 
@@ -14,7 +15,7 @@ DEFAULT_MAX_TOKENS = 128
 
 
 @click.command()
-@click.argument("model", required=False)
+@model_argument
 @click.argument("prompt", required=False)
 @sampling_options
 @click.option("--echo", is_flag=True, help="Print the prompt before its completion.")
@@ -25,7 +26,7 @@ def generate(ctx: click.Context, model: str | None, prompt: str | None, echo: bo
 
     Prints the completion as it is generated (at most 128 tokens unless --max_tokens says otherwise).
     """
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("give a PROMPT, or send one on standard input")
     text = sys.stdin.read() if prompt is None else prompt
     params = sampling_params(sampling, default_max_tokens=None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -24,6 +26,7 @@ COMMANDS = {
 }
 """Name -> summary. The command is the one of `headrace.cli.<name>` that has this name; the help needs none of them."""
 
+INTERRUPTED = 130
 NO_COMMAND: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """A group called alone, whose help is its answer; older releases of click have no error for it."""
 
@@ -62,11 +65,16 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for bad input, 1 for everything else, 130 for Ctrl-C."""
     code = run(arguments)
-    try:
-        sys.stdout.flush()
-    except OSError:  # nobody reads it any more: the interpreter must not try again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = code or 1
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # closed by the caller
+            continue
+        try:
+            stream.flush()
+        except OSError:  # nobody reads it any more: the interpreter must not try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            code = code or 1
+    if code == INTERRUPTED:
+        os._exit(code)  # a second Ctrl-C may have cut a shutdown short: threads that still run would be torn down
     sys.exit(code)
 
 
@@ -79,11 +87,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        click.echo(f"headrace: {one_line(error)}", err=True)
+        _say(f"headrace: {one_line(error)}")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        return 130
+        _say("interrupted")
+        return INTERRUPTED
     except BrokenPipeError:
         return 1
     except Exception as error:
@@ -108,14 +116,23 @@ def report(error: Exception, *, debug: bool) -> int:
     known = isinstance(error, ValueError | OSError | NotImplementedError | MemoryError | RuntimeError)
     known = known and not isinstance(error, RecursionError)
     prefix = "" if known else f"{type(error).__name__}: "
-    text = _of_file(error) if isinstance(error, OSError) and error.filename is not None else str(error)
+    text = _of_system(error) if isinstance(error, OSError) else str(error)
     for line in text.splitlines() or [type(error).__name__]:  # a configuration has a line for each problem
-        click.echo(f"headrace: {prefix}{line}", err=True)
+        _say(f"headrace: {prefix}{line}")
     return 2 if isinstance(error, ValueError | FileNotFoundError | NotImplementedError) else 1
 
 
-def _of_file(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror or error}: check the path and its permissions"
+def _of_system(error: OSError) -> str:
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror or error}: check the path and its permissions"
+    if error.errno == errno.ENOSPC:  # files are named: what has no name is the output
+        return f"the output can't be written: {error.strerror}"
+    return error.strerror or str(error)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the exit code still tells
+        click.echo(line, err=True)
 
 
 def wants_traceback(typed: Sequence[str]) -> bool:

@@ -222,6 +222,7 @@ def _common() -> list[click.Option]:
         _Option(
             ["--config", "--extra_llm_api_options", "config"],
             metavar="FILE",
+            type=click.Path(),
             expose_value=False,
             callback=keep,
             help="YAML file of settings.",

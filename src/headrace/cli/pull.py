@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import click
-from click.shell_completion import CompletionItem
 
-
-def complete_alias(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from headrace.hub.aliases import ALIASES
-
-    return [CompletionItem(name, help=alias.summary) for name, alias in ALIASES.items() if name.startswith(incomplete)]
+from headrace.cli.models import complete_model
 
 
 @click.command()
-@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=complete_alias)
+@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=complete_model)
 @click.option("--list", "list_aliases", is_flag=True, help="Show the short names that there are.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 def pull(names: tuple[str, ...], list_aliases: bool, quiet: bool) -> None:

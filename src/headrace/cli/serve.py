@@ -11,13 +11,14 @@ import time
 import click
 
 from headrace import __version__
+from headrace.cli.models import model_argument
 from headrace.cli.options import resolved_from_click, serve_options
 
 WORKERS_TIMEOUT_S = 0.5
 
 
 @click.command()
-@click.argument("model", required=False)
+@model_argument
 @serve_options
 @click.pass_context
 def serve(ctx: click.Context, model: str | None) -> None:
@@ -25,14 +26,13 @@ def serve(ctx: click.Context, model: str | None) -> None:
 
     MODEL is a short name (see `headrace pull --list`), a folder, a .gguf file or a hub id; a --config file may name it.
     """
-    from headrace import env, log
+    from headrace import log
 
     resolved = resolved_from_click(ctx, model)
     args, options = resolved.args, resolved.server
     level = options.log_level
     log.setup(level)
-    env.apply_overrides(args.env_overrides)
-    resolved.log_notes()
+    resolved.take_effect()
 
     from headrace.config.show import as_yaml
     from headrace.front.text_side import load_text_side

@@ -60,14 +60,13 @@ def check_finish(output: RequestOutput) -> None:
 
 def open_llm(ctx: click.Context, model: str | None) -> LLM:
     """Load the model that the command line describes. Logs only warnings unless `--log_level` was typed."""
-    from headrace import env, log
+    from headrace import log
 
     resolved = resolved_from_click(ctx, model)
     level = resolved.server.log_level
     was_chosen = resolved.origin("log_level") == "--log_level" or level != "info"
     log.setup(level if was_chosen else "warning")
-    env.apply_overrides(resolved.args.env_overrides)
-    resolved.log_notes()
+    resolved.take_effect()
 
     if sys.stderr.isatty():
         click.secho(f"loading {resolved.args.model} ...", dim=True, err=True)

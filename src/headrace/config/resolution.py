@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import ValidationError
 
+from headrace import env
 from headrace.config.base import ConfigModel, label_of
 from headrace.config.errors import ConfigError, Problem, model_classes, problems_from
 from headrace.config.llm_args import LlmArgs
@@ -53,6 +54,11 @@ class Resolved:
         # A file names every key it sets; `--set` and arguments may hold a whole object.
         whole = label or _nearest(self.origins, path)
         return label or (whole if whole in ("--set", "argument") else "derived")
+
+    def take_effect(self) -> None:
+        """Set the variables of `env_overrides`, before anything reads them, and log what the user should know."""
+        env.apply_overrides(self.args.env_overrides)
+        self.log_notes()
 
     def log_notes(self) -> None:
         """Log what the user should know, one line each."""

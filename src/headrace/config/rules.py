@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace import env
 from headrace.config.base import ConfigModel, label_of
 from headrace.config.errors import Problem, join
 from headrace.config.kernels import DecodeCudaGraphConfig
@@ -201,6 +202,12 @@ def _disk_tier(args: LlmArgs) -> Iterator[Problem]:
         yield Problem("kv_cache_config.disk_cache_path", f"'{cache.disk_cache_path}' is no folder: create it first")
 
 
+def _late_variables(args: LlmArgs) -> Iterator[Problem]:
+    for name in (env.LOG_LEVEL.name, env.API_KEY.name):
+        if name in (args.env_overrides or {}):
+            yield Problem("env_overrides", f"{name} is read before: set it in the environment, or use its flag")
+
+
 def _lengths(args: LlmArgs) -> Iterator[Problem]:
     longest, prompt = args.max_seq_len, args.max_input_len
     if isinstance(longest, int) and isinstance(prompt, int) and prompt > longest:
@@ -221,6 +228,7 @@ _RULES: tuple[Callable[[LlmArgs], Iterator[Problem]], ...] = (
     _transfer,
     _disk_tier,
     _lengths,
+    _late_variables,
 )
 
 

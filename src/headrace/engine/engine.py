@@ -7,6 +7,7 @@ or one current stream (on a GPU).
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -24,6 +25,8 @@ from headrace.seam import EngineFacts, StepPlan, StepResult
 
 T = TypeVar("T")
 
+log = logging.getLogger("headrace.engine")
+
 CLOSE_TIMEOUT_S = 4.0
 
 
@@ -32,7 +35,15 @@ def use_threads(count: int) -> None:
 
     Never both. OpenMP ends a region only when every thread has been there, so with a core busy elsewhere each
     of a step's hundreds of small regions would wait for a slice of the scheduler; the kernels' pool does not.
+
+    More threads than CPUs only wait for one another: they are cut to that, with a warning.
     """
+    most = len(os.sched_getaffinity(0))
+    if count > most:
+        log.warning(
+            "engine_threads: %d is more than the %d CPUs that this process may use: %d are used", count, most, most
+        )
+        count = most
     if _native.library() is None:
         torch.set_num_threads(count)
     else:
@@ -73,6 +84,7 @@ class Engine:
 
     def open(self) -> EngineFacts:
         def load() -> EngineFacts:
+            use_threads(self.args.engine_threads or len(os.sched_getaffinity(0)))
             self._rank = Rank(self.args, self.source, self._parallel(), num_valid_ids=self._num_valid_ids)
             return self._rank.facts
 
@@ -134,7 +146,6 @@ class Engine:
 
     def _work(self) -> None:
         before = torch.get_num_threads()
-        use_threads(self.args.engine_threads or len(os.sched_getaffinity(0)))
         while (job := self._jobs.get()) is not None:
             job()
         # The process is not ours: its setting is as it was.

@@ -35,6 +35,8 @@ from headrace.seam import EngineFacts, RowLogprobs, Section, SectionResult, Slot
 
 log = logging.getLogger("headrace.engine")
 
+NO_NUMBERS = "the model computed no numbers (NaN): its weights are damaged, or float16 is too small; try dtype bfloat16"
+
 
 class Rank:
     """The device side of one rank; only the worker thread touches it."""
@@ -177,25 +179,30 @@ class Rank:
         was_done = batch.was_done[index]
         self.state.accept(slots, sampled.tokens, sampled.done | was_done)
         self.state.fail([int(host_slots[row]) for row in sampled.errors])
-        return self._to_host(rows, accepted, sampled, was_done, prompt, kept)
-
-    def _to_host(
-        self,
-        rows: np.ndarray,
-        accepted: np.ndarray,
-        sampled: Sampled,
-        was_done: Tensor,
-        prompt: dict[int, RowLogprobs],
-        logits: dict[int, Tensor],
-    ) -> SectionResult:
-        """The one wait for the device: tokens and what was done before."""
-        live = ~was_done.cpu().numpy()
-        live[list(sampled.errors)] = False
+        live = self._live(logits, sampled, was_done, host_slots)
         accepted[rows[live]] = 1
-        tokens = sampled.tokens.cpu().numpy()[live].astype(np.int32)
-        logprobs = {int(rows[row]): values for row, values in sampled.logprobs.items() if live[row]}
-        errors = {int(rows[row]): message for row, message in sampled.errors.items()}
-        return SectionResult(accepted, tokens, logprobs, prompt, logits, errors)
+        return SectionResult(
+            accepted,
+            sampled.tokens.cpu().numpy()[live].astype(np.int32),
+            {int(rows[row]): values for row, values in sampled.logprobs.items() if live[row]},
+            prompt,
+            kept,
+            {int(rows[row]): message for row, message in sampled.errors.items()},
+        )
+
+    def _live(self, logits: Tensor, sampled: Sampled, was_done: Tensor, host_slots: np.ndarray) -> np.ndarray:
+        """The rows whose token counts [rows]: the one wait for the device. Rows without numbers fail here.
+
+        Logits with a NaN have it as their maximum, so it is seen in the chosen one.
+        """
+        chosen = logits.gather(1, sampled.tokens[:, None]).squeeze(1)
+        done, bad = torch.stack((was_done, chosen.isnan())).cpu().numpy()
+        failed = np.flatnonzero(bad & ~done).tolist()
+        sampled.errors.update(dict.fromkeys(failed, NO_NUMBERS))
+        self.state.fail([int(host_slots[row]) for row in failed])
+        live = ~done
+        live[list(sampled.errors)] = False
+        return live
 
     def _kept_logits(self, section: Section, rows: np.ndarray, logits: Tensor) -> dict[int, Tensor]:
         """The raw logits that offline callers asked for; sampling overwrites them."""

@@ -171,6 +171,11 @@ def map_tensors(
         row_order = None
         if architecture == "llama" and (match := _LLAMA_ROPED.search(name)):
             key = "num_attention_heads" if match[1] == "q" else "num_key_value_heads"
+            if config[key] < 1 or info.shape[0] % (2 * config[key]):
+                raise ModelError(
+                    f"{path}: tensor {info.name} has {info.shape[0]} rows, which are no whole halves of {config[key]}"
+                    " heads: its metadata belongs to another model, or is damaged; fetch the file again"
+                )
             row_order = _halves_order(info.shape[0], config[key])
         yield GgufTensor(
             name=name,

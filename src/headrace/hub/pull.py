@@ -25,8 +25,8 @@ from typing import IO, Protocol
 
 from tqdm import tqdm
 
+from headrace.env import cache_dir
 from headrace.hub.aliases import ALIASES, Alias, Wheel
-from headrace.hub.cache import cache_dir
 from headrace.hub.errors import ModelError
 
 __all__ = ["cached_path", "pull"]

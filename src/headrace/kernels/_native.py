@@ -13,11 +13,14 @@ regions waits for a time slice, and the threads burn the cores meanwhile.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -26,6 +29,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from headrace.env import cache_dir as _cache_dir
 
 __all__ = ["dtype_flag", "library", "num_threads", "processor_features", "set_num_threads"]
 
@@ -50,7 +55,7 @@ COMPILE_TIMEOUT_S = 120
 def library() -> ctypes.CDLL | None:
     """The loaded kernels, built first if this machine has none yet; None where they can't be had."""
     try:
-        return _declare(ctypes.CDLL(str(_built_somewhere())))
+        return _declare(_loaded(_built_somewhere()))
     except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:
         log.warning("CPU kernels are not compiled, slower torch code is used: %s", error)
         return None
@@ -90,6 +95,17 @@ def processor_features() -> frozenset[str]:
     return frozenset(word for line in _processor().splitlines() for word in line.split(":")[-1].split())
 
 
+def _loaded(path: Path) -> ctypes.CDLL:
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError:  # a file that was cut off, or of another system
+        path.unlink()
+        loaded = ctypes.CDLL(str(_built_somewhere()))
+    if not path.is_relative_to(_cache_dir()):
+        shutil.rmtree(path.parents[2], ignore_errors=True)  # what is loaded stays loaded
+    return loaded
+
+
 def _built_somewhere() -> Path:
     """In the cache; where that can't be written, in a temporary folder, for this process only."""
     try:
@@ -109,25 +125,38 @@ def _built(cache: Path) -> Path:
     digest.update("\0".join([*flags, _processor()]).encode())
     folder = cache / "native" / digest.hexdigest()[:32]
     library_path = folder / "kernels.so"
-    if not library_path.exists():
+    if not _is_whole(library_path):
         folder.mkdir(parents=True, exist_ok=True)
         _build(sources, flags, library_path)
     return library_path
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there to its end: one that was cut off would kill the process that maps it (SIGBUS)."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+        (offset,) = struct.unpack_from("<Q", head, 0x28)
+        entry_bytes, num_entries = struct.unpack_from("<HH", head, 0x3A)
+    except (OSError, struct.error):
+        return False
+    # ELF, 64 bits, as its specification lays it out: the table of sections comes last.
+    return path.stat().st_size >= offset + entry_bytes * num_entries
+
+
 def _build(sources: list[Path], flags: list[str], target: Path) -> None:
     """Compile the sources side by side, link, and put the result in place at once: other processes may do the same."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
+    if not compiler[0]:
         raise RuntimeError("no C compiler found (install gcc, or set CC)")
-    if shutil.which(compiler) is None:
-        raise RuntimeError(f"no C compiler {compiler!r} (CC names it)")
+    if shutil.which(compiler[0]) is None:
+        raise RuntimeError(f"no C compiler {compiler[0]!r} (CC names it)")
     log.info("compiling the CPU kernels (once on this machine)")
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [Path(scratch) / f"{path.stem}.o" for path in sources]
-        _run([[compiler, *flags, "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects)])
+        _run([[*compiler, *flags, "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects)])
         linked = Path(scratch) / target.name
-        _run([[compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked), "-lm"]])
+        _run([[*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked), "-lm"]])
         os.replace(linked, target)
 
 
@@ -143,6 +172,8 @@ def _run(commands: list[list[str]]) -> None:
             process.kill()
     for process, command, output in zip(running, commands, outputs):
         if process.returncode != 0:
+            if os.strerror(errno.ENOSPC) in output:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             raise RuntimeError(f"{command[0]} failed: {_first_error(output)}")
 
 
@@ -163,14 +194,6 @@ def _processor() -> str:
         if key in wanted:
             found.setdefault(key, line)
     return "\n".join(sorted(found.values()))
-
-
-def _cache_dir() -> Path:
-    chosen = os.environ.get("HEADRACE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
 _KINDS = {"i": ctypes.c_int64, "d": ctypes.c_double, "b": ctypes.c_char_p}

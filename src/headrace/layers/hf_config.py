@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
+"""A damaged config must not start a loop without end, nor name a size that no tensor can have."""
+
 
 class HfConfig(Mapping[str, Any]):
     """A config's keys. A key that is null counts as absent, as in transformers."""
@@ -51,6 +54,9 @@ class HfConfig(Mapping[str, Any]):
             raise ValueError(f"{self.place}: {key} must be an integer, not {value!r}")
         if value < least:
             raise ValueError(f"{self.place}: {key} must be at least {least}, not {value}")
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+        if value > most:
+            raise ValueError(f"{self.place}: {key} must be at most {most}, not {value}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -64,6 +70,12 @@ class HfConfig(Mapping[str, Any]):
 
     def optional_number(self, key: str) -> float | None:
         return self.number(key) if key in self else None
+
+    def positive(self, key: str) -> float:
+        value = self.number(key)
+        if value <= 0:
+            raise ValueError(f"{self.place}: {key} must be greater than 0, not {value}")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)

@@ -114,7 +114,7 @@ def rope_settings(
     max_positions = _size("max_position_embeddings", config["max_position_embeddings"])
     return RopeSettings(
         kind=kind,
-        theta=_positive("rope_theta", values.get("rope_theta") or config.get("rope_theta") or default_theta),
+        theta=_theta(values.get("rope_theta") or config.get("rope_theta") or default_theta),
         rotary_share=_positive(
             "partial_rotary_factor", share if share is not None else config.get("partial_rotary_factor") or 1.0
         ),
@@ -128,7 +128,9 @@ def _check_values(place: str, own: Mapping[str, Any]) -> None:
     for key, value in own.items():
         if value is None or key == "truncate" or (key in UNSET_BY_ZERO and value == 0):
             continue
-        for item in value if key in LIST_KEYS and isinstance(value, list) else [value]:
+        if key in LIST_KEYS and not isinstance(value, list):
+            raise ValueError(f"config.json: {place}: {key} must be a list of numbers, not {value!r}")
+        for item in value if key in LIST_KEYS else [value]:
             _positive(f"{place}: {key}", item)
 
 
@@ -136,6 +138,13 @@ def _positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {name} must be a number greater than 0, not {value!r}")
     return float(value)
+
+
+def _theta(value: Any) -> float:
+    theta = _positive("rope_theta", value)
+    if theta <= 1:
+        raise ValueError(f"config.json: rope_theta must be greater than 1, not {value!r}")
+    return theta
 
 
 def _size(name: str, value: Any) -> int:

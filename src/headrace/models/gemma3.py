@@ -186,7 +186,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str, *, kind: str) -> 
             num_kv_heads=config.num_kv_heads(),
             head_dim=head_dim,
             rope=kind,
-            scale=config.number("query_pre_attn_scalar") ** -0.5,
+            scale=config.positive("query_pre_attn_scalar") ** -0.5,
             window=config.integer("sliding_window") if kind == SLIDING else None,
             soft_cap=config.optional_number("attn_logit_softcapping"),
             qkv_bias=has_bias,

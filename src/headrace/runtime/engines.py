@@ -13,10 +13,25 @@ from headrace.text.tokenizer import check_vocabulary
 
 
 def make_engine(args: LlmArgs, source: ModelSource) -> EnginePort:
+    check_ranks(args, source)
     num_valid_ids = None if args.skip_tokenizer_init else tokenizer_size(args, source)
     if args.tensor_parallel_size > 1:
         return RankGroup(args, source, size=args.tensor_parallel_size, num_valid_ids=num_valid_ids)
     return Engine(args, source, num_valid_ids=num_valid_ids)
+
+
+def check_ranks(args: LlmArgs, source: ModelSource) -> None:
+    """Before processes are started for nothing; a rank itself knows more.
+
+    Raises:
+        ValueError: more ranks than attention heads.
+    """
+    size = args.tensor_parallel_size
+    if size == 1:
+        return
+    num_heads = text_config(read_config(source, model_kwargs=args.model_kwargs)).get("num_attention_heads")
+    if isinstance(num_heads, int) and size > num_heads > 0:
+        raise ValueError(f"tensor_parallel_size: {size} is too large for {num_heads} attention heads: use at most that")
 
 
 def tokenizer_size(args: LlmArgs, source: ModelSource) -> int | None:
