@@ -17,8 +17,10 @@ import numpy as np
 from headrace import wire
 from headrace.engine.instant import InstantEngine
 from headrace.kvcache.manager import KvCache
+from headrace.kvcache.settings import CacheSettings
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.settings import SchedulerSettings
+from headrace.seam import PoolSizes
 from headrace.types import Request, Sampling
 
 
@@ -35,7 +37,7 @@ def measure(rows: int, steps: int, depth: int) -> list[float]:
         depth=depth,
     )
     blocks = rows * 16
-    cache = KvCache(engine.open().groups, tokens_per_block=32, num_blocks=(blocks,))
+    cache = KvCache(engine.open().groups, PoolSizes((blocks,), settings.num_slots), CacheSettings(tokens_per_block=32))
     scheduler = Scheduler(settings, [cache])
     next_id = 0
 

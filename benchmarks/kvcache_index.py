@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from headrace.kvcache.manager import KvCache
-from headrace.seam import GroupSpec
+from headrace.kvcache.settings import CacheSettings
+from headrace.seam import GroupSpec, PoolSizes
 
 TOKENS_PER_BLOCK = 32
 PROMPT_TOKENS = 8192
@@ -41,7 +42,8 @@ class Prompts:
 
 def full_cache(num_blocks: int, prompts: Prompts) -> KvCache:
     """Every block cached and indexed, released in random order so that neighbours in the queue aren't in memory."""
-    kv = KvCache((GROUP,), tokens_per_block=TOKENS_PER_BLOCK, num_blocks=(num_blocks + 1,))
+    settings = CacheSettings(tokens_per_block=TOKENS_PER_BLOCK)
+    kv = KvCache((GROUP,), PoolSizes((num_blocks + 1,), 0), settings)
     owners: list[int] = []
     while (room := kv.num_available()) > 0:
         tokens = prompts.new(min(room, PROMPT_BLOCKS) * TOKENS_PER_BLOCK)

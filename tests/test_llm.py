@@ -225,10 +225,8 @@ class TestSettings:
         "arguments",
         [
             {"lora_request": LoRARequest("a", 1, "/x")},
-            {"kv_cache_retention_config": object()},
             {"scheduling_params": object()},
             {"disaggregated_params": object()},
-            {"conversation_params": object()},
         ],
     )
     def test_later_work_is_named(self, llm: LLM, arguments: dict[str, Any]) -> None:
@@ -236,9 +234,7 @@ class TestSettings:
             with pytest.raises(NotImplementedError, match=next(iter(arguments))):
                 call("a", **arguments)
 
-    @pytest.mark.parametrize(
-        "name", ["encode", "get_kv_cache_events", "get_data_transceiver_state", "start_profile", "stop_profile"]
-    )
+    @pytest.mark.parametrize("name", ["encode", "get_data_transceiver_state", "start_profile", "stop_profile"])
     def test_later_methods_are_named(self, llm: LLM, name: str) -> None:
         with pytest.raises(NotImplementedError, match=name):
             getattr(llm, name)()
@@ -360,6 +356,6 @@ class TestRealEngine:
 
     def test_the_prefix_cache_shows(self, tiny: LLM) -> None:
         prompt = list(range(40, 60))
-        for cached in (0, 16):
+        for cached in (0, 19):  # all but the last token, which is always computed
             output = tiny.generate(prompt, SamplingParams(max_tokens=2), cache_salt="mine")
             assert isinstance(output, RequestOutput) and output.cached_tokens == cached

@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import socket
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace import wire
 from headrace.config.llm_args import LlmArgs
 from headrace.config.resolution import resolve
-from headrace.front.builder import RequestBuilder, RequestOptions
+from headrace.front.builder import RequestOptions
+from headrace.front.cache import name_of, require_events, require_reuse
 from headrace.front.client import Client, Link
+from headrace.front.desk import Asked, Desk, options_of
 from headrace.front.errors import RequestError, RequestFailed, RuntimeFailure
 from headrace.front.outputs import CompletionOutput, Logprob
 from headrace.front.progress import wait_all
-from headrace.front.prompts import PreprocessedInputs, PromptInputs, is_one_prompt, per_prompt, refuse, split
+from headrace.front.prompts import PreprocessedInputs, PromptInputs, is_one_prompt, per_prompt, refuse
 from headrace.front.request_output import RequestOutput
-from headrace.front.text_side import TextSide, as_tokenizer, load_text_side
+from headrace.front.text_side import load_text_side
 from headrace.hub.source import ModelSource, resolve_model
 from headrace.params import SamplingParams
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import Request
+from headrace.types import PinInfo
 
 if TYPE_CHECKING:
-    from headrace.params import ConversationParams, DisaggregatedParams, LoRARequest, SchedulingParams
+    from headrace.params import (
+        ConversationParams,
+        DisaggregatedParams,
+        KvCacheRetentionConfig,
+        LoRARequest,
+        SchedulingParams,
+    )
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestError", "RequestFailed", "RequestOutput", "RuntimeFailure"]
-
-SUBMIT_GROUP = 64
-"""Prompts of `generate` that are sent together: the engine begins while the next ones are tokenised."""
 
 NAMED_DEFAULTS: dict[str, Any] = {
     "tokenizer": None,
@@ -98,9 +102,11 @@ class LLM:
         self._close = weakref.finalize(self, self._client.close)  # also at the interpreter's exit
         self._client.start()
         try:
-            self._text: TextSide = load_text_side(args, source)
+            text = load_text_side(args, source)
             self._info = self._client.wait_ready()
-            self._builder: RequestBuilder = self._text.builder(self._info)
+            self._desk = Desk(
+                self._client, text, self._info, processors=_LocalProcessors(), timeout_s=args.request_timeout_s
+            )
         except BaseException as error:
             self.shutdown()
             raise _plain(error) from None
@@ -114,7 +120,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | list[LoRARequest] | None = None,
         prompt_adapter_request: Any = None,
-        kv_cache_retention_config: Any = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | list[KvCacheRetentionConfig | None] | None = None,
         disaggregated_params: DisaggregatedParams | list[DisaggregatedParams] | None = None,
         scheduling_params: SchedulingParams | list[SchedulingParams] | None = None,
         conversation_params: ConversationParams | list[ConversationParams] | None = None,
@@ -132,20 +138,21 @@ class LLM:
         refuse(
             lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
-            kv_cache_retention_config=kv_cache_retention_config,
             disaggregated_params=disaggregated_params,
             scheduling_params=scheduling_params,
-            conversation_params=conversation_params,
         )
         single = is_one_prompt(inputs)
         prompts: list[Any] = [inputs] if single else list(inputs)
         count = len(prompts)
-        outputs = self._submit_all(
+        asked = zip(
             prompts,
             per_prompt("sampling_params", sampling_params, count),
-            per_prompt("cache_salt", cache_salt, count),
             per_prompt("priority", priority, count),
+            per_prompt("cache_salt", cache_salt, count),
+            per_prompt("kv_cache_retention_config", kv_cache_retention_config, count),
+            per_prompt("conversation_params", conversation_params, count),
         )
+        outputs = self._desk.submit(Asked(prompt, params, options_of(*rest)) for prompt, params, *rest in asked)
         wait_all(outputs, show_progress=use_tqdm and not single)
         failed = [output for output in outputs if output.error is not None]
         if failed:
@@ -162,7 +169,7 @@ class LLM:
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: Any = None,
         streaming: bool = False,
-        kv_cache_retention_config: Any = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
         disaggregated_params: DisaggregatedParams | None = None,
         trace_headers: Any = None,
         scheduling_params: SchedulingParams | None = None,
@@ -178,25 +185,21 @@ class LLM:
         refuse(
             lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
-            kv_cache_retention_config=kv_cache_retention_config,
             disaggregated_params=disaggregated_params,
             trace_headers=trace_headers,
             scheduling_params=scheduling_params,
-            conversation_params=conversation_params,
         )
         if not is_one_prompt(inputs):
             raise ValueError("generate_async takes one prompt: call it for each")
-        prepared = self._prepare(inputs, sampling_params, cache_salt, priority)
-        return self._submit([prepared], streaming=streaming)[0]
+        options = options_of(priority, cache_salt, kv_cache_retention_config, conversation_params)
+        return self._desk.submit([Asked(inputs, sampling_params, options)], streaming=streaming)[0]
 
     def preprocess(
         self, inputs: PromptInputs, sampling_params: SamplingParams | None = None, disaggregated_params: Any = None
     ) -> PreprocessedInputs:
         """The prompt as ids, for `generate_async`: lets a caller tokenise on threads of its own."""
         refuse(disaggregated_params=disaggregated_params)
-        params = sampling_params or SamplingParams()
-        text, ids = split(inputs)
-        return PreprocessedInputs(self._ids(text, ids, params), text, sampling_params)
+        return self._desk.preprocess(inputs, sampling_params)
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
         """Ids of a conversation, up to where the assistant begins; `variables` are for the chat template.
@@ -204,10 +207,7 @@ class LLM:
         Raises:
             ValueError: no template, or it refuses the messages; its own message.
         """
-        if self._text.template is None or self._text.tokenizer is None:
-            raise ValueError("a chat needs a tokenizer: leave skip_tokenizer_init off")
-        text = self._text.template.render(messages, extra=variables)
-        return self._text.tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
+        return self._desk.chat_ids(messages, variables)
 
     # ---- looking -----------------------------------------------------------------------------
 
@@ -233,6 +233,56 @@ class LLM:
             "maxNumTokens": info.max_kv_tokens,
         }
 
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """What happened to blocks of the KV cache since the last call; see `kvcache/events.py` for what is in them.
+
+        Raises:
+            ValueError: no events are kept; the message says which setting to change.
+            TimeoutError: no answer after `timeout` seconds.
+        """
+        require_events(self._info)
+        return self._client.kv_events(2.0 if timeout is None else timeout)
+
+    async def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        """The same, without blocking the event loop."""
+        for event in await asyncio.to_thread(self.get_kv_cache_events, timeout):
+            yield event
+
+    # ---- keeping prompts ---------------------------------------------------------------------
+
+    def pin(
+        self, prompt: PromptInputs | Sequence[dict[str, Any]], *, name: str, cache_salt: str | None = None
+    ) -> PinInfo:
+        """Compute a prompt now and keep its blocks until `unpin`, whatever else the cache is used for.
+
+        A list of messages is rendered with the chat template, up to where the next message begins. Prompts that begin
+        the same, with the same `cache_salt`, find it like any cached prefix. A pin of the same name is replaced.
+
+        Raises:
+            RequestError: no reuse in this engine, or bad input.
+            RequestFailed: the pins would hold more of the cache than they may; one of the same name stays as it was.
+        """
+        require_reuse(self._info)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) and "role" in prompt[0]:
+            prompt = self._desk.chat_ids(cast("list[dict[str, Any]]", prompt), {}, add_generation_prompt=False)
+        options = RequestOptions(cache_salt=name_of(cache_salt, "cache_salt"), pin=name_of(name, "name"))
+        params = SamplingParams(max_tokens=1, detokenize=False)
+        self._desk.submit([Asked(prompt, params, options)])[0].result()
+        found = [pin for pin in self.pins() if pin.name == name]
+        if not found:
+            raise RequestError(f"the pin {name!r} was given up at once by somebody else", param="name")
+        return found[0]
+
+    def unpin(self, name: str, *, timeout: float = 10) -> bool:
+        """Leave a pinned prompt to the cache's usual order; False: there is no such pin."""
+        return self._client.unpin(name, timeout)
+
+    def pins(self, *, timeout: float = 10) -> list[PinInfo]:
+        """The pinned prompts, in the order they were pinned."""
+        return self._client.pins(timeout)
+
+    # ---- facts -------------------------------------------------------------------------------
+
     @property
     def max_seq_len(self) -> int:
         """Tokens that a prompt and its answer may have together."""
@@ -250,12 +300,11 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._text.tokenizer
+        return self._desk.text.tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self._text = dataclasses.replace(self._text, tokenizer=as_tokenizer(tokenizer))
-        self._builder = self._text.builder(self._info)
+        self._desk.set_tokenizer(tokenizer)
 
     @property
     def disaggregated_params(self) -> dict[str, Any]:
@@ -281,12 +330,6 @@ class LLM:
     def encode(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("LLM.encode is not built yet (encode-only mode)")
 
-    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        raise NotImplementedError("LLM.get_kv_cache_events is not built yet (KV cache events)")
-
-    def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
-        raise NotImplementedError("LLM.get_kv_cache_events_async is not built yet (KV cache events)")
-
     def get_data_transceiver_state(self) -> bytes:
         raise NotImplementedError("LLM.get_data_transceiver_state is not built yet (KV transfer between servers)")
 
@@ -295,66 +338,6 @@ class LLM:
 
     def stop_profile(self) -> None:
         raise NotImplementedError("LLM.stop_profile is not built yet (profiling)")
-
-    # ---- inside ------------------------------------------------------------------------------
-
-    def _ids(self, text: str | None, ids: list[int] | None, params: SamplingParams) -> list[int]:
-        if ids is not None:
-            return ids
-        assert text is not None
-        return self._builder.encode(text, params)
-
-    def _prepare(
-        self, prompt: Any, params: SamplingParams | None, cache_salt: str | None, priority: float
-    ) -> tuple[list[Request], SamplingParams, str | None]:
-        if isinstance(prompt, PreprocessedInputs) and params is None:
-            params = prompt.sampling_params
-        params = params or SamplingParams()
-        if cache_salt == "":
-            raise RequestError("cache_salt must not be empty: give a text, or leave it out", param="cache_salt")
-        text, ids = split(prompt)
-        ids = self._ids(text, ids, params)
-        options = RequestOptions(
-            priority=priority,
-            cache_salt=cache_salt or "",
-            timeout_s=self._args.request_timeout_s,
-            processors=_register_processors(params),
-        )
-        try:
-            requests, resolved = self._builder.build(
-                ids, params, allocate=self._client.router.allocate, options=options
-            )
-        except BaseException:
-            _release_processors(options.processors)
-            raise
-        return requests, resolved, text
-
-    def _submit(
-        self, prepared: list[tuple[list[Request], SamplingParams, str | None]], *, streaming: bool = False
-    ) -> list[RequestOutput]:
-        outputs = self._client.submit_many(prepared, tokenizer=self._text.tokenizer, streaming=streaming)
-        for output, (requests, _, _) in zip(outputs, prepared):
-            key = requests[0].sampling.processors
-            if key:
-                output.when_done(lambda _, key=key: _release_processors(key))
-        return outputs
-
-    def _submit_all(
-        self, prompts: list[Any], params: list[Any], salts: list[Any], priorities: list[Any]
-    ) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
-        group: list[tuple[list[Request], SamplingParams, str | None]] = []
-        try:
-            for arguments in zip(prompts, params, salts, priorities):
-                group.append(self._prepare(*arguments))
-                if len(group) == SUBMIT_GROUP:
-                    outputs += self._submit(group)
-                    group = []
-            return outputs + (self._submit(group) if group else [])
-        except BaseException:
-            for output in outputs:
-                output.abort()
-            raise
 
 
 def open_default_runtime(args: LlmArgs, source: ModelSource, on_message: Callable[[wire.Down], None]) -> Link:
@@ -370,20 +353,22 @@ def open_default_runtime(args: LlmArgs, source: ModelSource, on_message: Callabl
     return LocalRuntime(args, source, on_message)
 
 
-def _register_processors(params: SamplingParams) -> int:
-    given = params.logits_processor
-    if given is None:
-        return 0
-    from headrace.sampling.processors import register
+class _LocalProcessors:
+    """The registry of this process, where the engine is."""
 
-    return register(given if isinstance(given, list) else [given])
+    def register(self, params: SamplingParams) -> int:
+        given = params.logits_processor
+        if given is None:
+            return 0
+        from headrace.sampling.processors import register
 
+        return register(given if isinstance(given, list) else [given])
 
-def _release_processors(key: int) -> None:
-    if key:
-        from headrace.sampling.processors import release
+    def release(self, key: int) -> None:
+        if key:
+            from headrace.sampling.processors import release
 
-        release(key)
+            release(key)
 
 
 def _join_logits(parts: list[Any]) -> Any:

@@ -11,8 +11,9 @@ A row whose slot is `done` writes its KV to the dummy block (block 0 of every gr
 out) and accepts no token.
 
 Order. Plans run in the order of `submit`. Within a plan: slots are freed, slots begin, blocks are
-appended to tables, copies run, then rows are computed. A copy is ordered before every reader of
-its destination in the same or a later plan.
+appended to tables, copies run one after another, states are restored, rows are computed, states are
+saved. A copy is ordered before every reader and writer of its blocks in the same or a later plan.
+A transfer runs beside the steps: until it is reported, its two blocks belong to it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ HOST_TOKEN = 4
 
 DUMMY_BLOCK = 0
 
+DEVICE, HOST, DISK = 0, 1, 2
+"""Tiers. Blocks of each tier and group are numbered from 0, block 0 is never used."""
+
 
 def ints(values: Any = ()) -> Ints:
     return np.asarray(values, dtype=np.int32)
@@ -60,6 +64,10 @@ def _empty_triples() -> Ints:
 
 def _empty_copies() -> Ints:
     return np.zeros((0, 6), dtype=np.int32)
+
+
+def _empty_transfers() -> Ints:
+    return np.zeros((0, 7), dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +104,21 @@ class Section:
     freed_slots: Ints = field(default_factory=_empty)
     inits: tuple[SlotInit, ...] = ()
     copies: Ints = field(default_factory=_empty_copies)
-    """[n, 6] of (copy id, group, source tier, source block, destination tier, destination block), in order."""
-    snapshots: Ints = field(default_factory=_empty_triples)  # [n, 3] of (group, source state, destination state)
+    """[n, 6] of (copy id, group, source tier, source block, destination tier, destination block), in order.
+
+    Between DEVICE and DEVICE or HOST. Every id is reported, in any order, once its blocks are no longer touched.
+    """
+    transfers: Ints = field(default_factory=_empty_transfers)
+    """[n, 7] of (copy id, group, source tier, source block, destination tier, destination block, stamp).
+
+    DEVICE to HOST, HOST to DISK, DISK to HOST, in any order; ids are from the same series as those of copies. A
+    transfer may fail (a full disk, a damaged block): the destination then holds nothing. A block is written to DISK
+    under its stamp; read back with another one, or with another checksum, it has failed.
+    """
+    restores: Ints = field(default_factory=_empty_triples)
+    """[n, 3] of (group, block, slot): the slot's recurrent state becomes the snapshot. Other slots begin with zeros."""
+    saves: Ints = field(default_factory=_empty_triples)
+    """[n, 3] of (group, slot, block): the slot's recurrent state after this plan's rows becomes a snapshot."""
 
     @property
     def num_rows(self) -> int:
@@ -165,6 +186,9 @@ class StepResult:
     step: int
     sections: tuple[SectionResult, ...]
     finished_copies: Ints = field(default_factory=_empty)
+    """Copies and transfers."""
+    failed_copies: Ints = field(default_factory=_empty)
+    """Transfers whose destination holds nothing."""
     finished_commands: dict[int, Any] = field(default_factory=dict[int, Any])
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -172,7 +196,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A layer group: layers of one KV shape, dtype and window, with a block pool of its own."""
+    """A layer group: layers of one KV shape, dtype and window, with a block pool of its own.
+
+    Recurrent layers form groups of `state_bytes` > 0: a block of theirs is a snapshot of all their states at one
+    position, and the live states are the engine's, one a slot.
+    """
 
     layers: tuple[int, ...]
     num_kv_heads: int
@@ -181,7 +209,33 @@ class GroupSpec:
     window: int | None = None
     """Tokens a query sees, itself included; None is everything."""
     bytes_per_token: int = 0
-    """Over all layers of the group, on one rank."""
+    """Over all layers of the group, on one rank; 0 for recurrent layers."""
+    sink_tokens: int = 0
+    """First tokens that stay in reach of a window group's queries."""
+    state_bytes: int = 0
+    """Recurrent state of one sequence over all layers of the group, on one rank."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.state_bytes > 0
+
+    def block_bytes(self, tokens_per_block: int) -> int:
+        """Of one block on one rank, on any tier."""
+        return self.state_bytes or self.bytes_per_token * tokens_per_block
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """What the engine allocates, once. Blocks are by group, the unused block 0 included."""
+
+    num_blocks: tuple[int, ...]
+    num_slots: int
+    host_blocks: tuple[int, ...] = ()
+    """() is no host tier."""
+    disk_blocks: tuple[int, ...] = ()
+    """() is no disk tier."""
+    disk_folder: str = ""
+    """Existing folder; what other runs of the same model left there may be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +253,10 @@ class EngineFacts:
     """Memory this rank may still use, after loading."""
     device: str
     num_sections: int = 1
+    fingerprint: str = ""
+    """Of all that changes K and V besides tokens and adapters: weights, dtypes, shapes, ranks. Names kept blocks."""
+    copy_bytes_per_s: float = 0.0
+    """Between device and host; 0.0 is unknown."""
 
 
 class EnginePort(Protocol):
@@ -208,8 +266,8 @@ class EnginePort(Protocol):
         """Load weights and measure. Raises ValueError (bad input) or MemoryError with the remedy."""
         ...
 
-    def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
-        """Create KV pools (blocks per group, the dummy block included) and slot state. Once, after `open`."""
+    def allocate(self, sizes: PoolSizes) -> None:
+        """Create KV pools and slot state. Once, after `open`. The host tier may come into being meanwhile."""
         ...
 
     def submit(self, plan: StepPlan) -> None:

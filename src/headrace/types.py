@@ -77,6 +77,45 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
     diversity_rate: float = 0.0
 
 
+class RetentionRange(msgspec.Struct, frozen=True, array_like=True):
+    """Priority of the blocks that hold these prompt tokens."""
+
+    start: int
+    end: int | None
+    """None: to the end of the prompt."""
+    priority: int
+    """0 is evicted first, 100 last."""
+    duration_s: float | None = None
+    """None: for ever. Afterwards the default priority holds."""
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How long one request's blocks should stay (TensorRT-LLM's KvCacheRetentionConfig)."""
+
+    ranges: tuple[RetentionRange, ...] = ()
+    decode_priority: int = 35
+    decode_duration_s: float | None = None
+
+
+class PinInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt whose blocks stay in the cache whatever the pressure."""
+
+    name: str
+    num_tokens: int
+    """Leading tokens of the prompt that are kept."""
+    num_blocks: int
+    """Held, over all layer groups."""
+
+
+class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
+    """One media item in the prompt: its tokens mean nothing without it."""
+
+    start: int
+    length: int
+    digest: bytes
+    """128 bits or more over the decoded content and the processor's options."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence (or one beam search) to generate, validated and tokenised.
 
@@ -98,6 +137,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timeout_s: float | None = None
     """From arrival to the last token; past it the request ends with reason `timeout`."""
     cache_salt: str = ""
+    """Only requests of the same salt share blocks."""
+    adapter: int = 0
+    """Load id of the LoRA adapter, never used twice; 0 is the base model."""
+    media: tuple[MediaSpan, ...] = ()
+    """In the order of their positions, not overlapping."""
+    conversation: str = ""
+    """Whose turns may share blocks under the `per_conversation` reuse policy."""
+    retention: Retention | None = None
+    pin: str = ""
+    """Keep the prompt's blocks under this name until `unpin`, whatever the pressure."""
     beam: BeamSearch | None = None
     label: str = ""
     """The id the user sees, for the log line of the terminal state."""

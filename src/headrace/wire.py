@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.types import Delta, FinishReason, Request
+from headrace.types import Delta, FinishReason, PinInfo, Request
 
 FRONT_SHIFT = 40
 """Request id = front end number << FRONT_SHIFT | counter."""
@@ -39,8 +39,38 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Drain the iteration statistics; answered by Stats."""
 
 
+class GetKvEvents(msgspec.Struct, frozen=True, tag="get_kv_events"):
+    """Drain the events of the KV cache; answered by KvEvents."""
+
+
+class GetPins(msgspec.Struct, frozen=True, tag="get_pins"):
+    """List the pinned prompts; answered by Pins with the same `call`."""
+
+    call: int
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    """Give a pinned prompt up; answered by Pins with the same `call`."""
+
+    call: int
+    name: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Finish nothing more; close the engine and end."""
+
+
+class ReuseInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Which prefixes are reused, after all that could rule it out."""
+
+    granularity: int
+    """Tokens: a shared prefix is reused in multiples of it; 0 is no reuse."""
+    event_buffer: int = 0
+    """Cache events that are kept for a reader; 0 is none."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.granularity > 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +87,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     enable_chunked_prefill: bool
     kv_num_blocks: int
     tokens_per_block: int
+    reuse: ReuseInfo = ReuseInfo(granularity=0)
+    memory: dict[str, Any] = {}
+    """The memory plan of a rank (`MemoryTable.as_dict`), as logged at start."""
     settings: dict[str, Any] = {}
     """The resolved configuration, as printed."""
     startup_s: float = 0.0
@@ -83,6 +116,17 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     iterations: list[dict[str, Any]]
 
 
+class KvEvents(msgspec.Struct, frozen=True, tag="kv_events"):
+    events: list[dict[str, Any]]
+
+
+class Pins(msgspec.Struct, frozen=True, tag="pins"):
+    call: int
+    pins: list[PinInfo]
+    found: bool = True
+    """Whether there was a pin of that name to give up."""
+
+
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """What one commit brought to this front end."""
 
@@ -98,8 +142,11 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
         return np.frombuffer(self.ids, np.int64), np.frombuffer(self.tokens, np.int32)
 
 
-Up = Submit | Abort | Hello | GetStats | Shutdown
-Down = Ready | Failed | Stats | Outputs
+Question = GetStats | GetKvEvents | GetPins | Unpin
+"""What is answered, by the link's `reply`, before anything else of its sender is looked at."""
+Answer = Stats | KvEvents | Pins
+Up = Submit | Abort | Hello | Shutdown | Question
+Down = Ready | Failed | Outputs | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _up = msgspec.msgpack.Decoder(Up)

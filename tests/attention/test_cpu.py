@@ -10,6 +10,7 @@ import torch
 from headrace.attention.cpu import CpuAttention
 from headrace.kernels import paged_attention as kernel
 from headrace.kernels._native import library
+from headrace.kernels.quantise import PLAIN, Quantised
 from tests.kits import attention as kit
 from tests.kits.attention import Case, World
 
@@ -86,13 +87,15 @@ def test_an_empty_row_among_others() -> None:
     case = Case(lengths=(9, 4))
     world = World(case)
     step = world.step([(0, 9), (1, 0)], [0, 0])
-    out = CpuAttention().run(
-        world.q[0], world.k[0], world.v[0], cache=world.new_cache(CpuAttention()), step=step, spec=world.spec
+    backend = CpuAttention()
+    act = backend.run(
+        world.projected([(0, 9), (1, 0)], [0, 0]), cache=world.new_cache(backend), step=step, spec=world.spec
     )
-    kit.assert_close(world, [out])
+    kit.assert_close(world, [act.data.view(world.q[0].shape)])
 
 
 class _Twin(CpuAttention):
-    def run(self, q, k, v, *, cache, step, spec):
-        super().run(q, k, v, cache=cache, step=step, spec=spec)
-        return kernel.paged_attention_twin(q, cache.k, cache.v, step, spec)
+    def run(self, packed, *, cache, step, spec, form=PLAIN):
+        q = packed.heads()[0].clone()
+        super().run(packed, cache=cache, step=step, spec=spec)
+        return Quantised(kernel.paged_attention_twin(q, cache.k, cache.v, step, spec).flatten(1))

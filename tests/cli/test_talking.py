@@ -25,8 +25,9 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}
 
 def opened(folder: Path, answer: str) -> LLM:
     llm = make_llm(folder, loop=FakeLoop(fake_info(max_seq_len=60), script=says([*answer.encode(), 257])))
-    llm._text = type(llm._text)(  # pyright: ignore[reportPrivateUsage]
-        source=llm._text.source,  # pyright: ignore[reportPrivateUsage]
+    desk = llm._desk  # pyright: ignore[reportPrivateUsage]
+    desk.text = type(desk.text)(
+        source=desk.text.source,
         tokenizer=llm.tokenizer,
         template=ChatTemplate({"default": TEMPLATE}, special_tokens={}),
     )

@@ -79,7 +79,8 @@ def test_short_spellings_mean_nested_keys() -> None:
          "d.yml:3: node_id: must be less than or equal to 255, got 256"),
         ("context_servers: {}\ngeneration_servers: {}\nhostnam: x\n",
          "d.yml:3: hostnam: unknown key, did you mean 'hostname'?"),
-        ("context_servers: {llm: {}}\ngeneration_servers: {}\n", "d.yml:1: context_servers.llm: unknown key"),
+        ("context_servers: {llm: {}}\ngeneration_servers: {}\n", "d.yml:1: context_servers.llm: unknown key: "
+         "remove it, or look for the right name in 'headrace config schema'"),
         ("context_servers: {router: {type: best}}\ngeneration_servers: {}\n",
          "d.yml:1: context_servers.router.type: expected one of round_robin, load_balancing, kv_cache_aware, "
          "conversation, got 'best'"),

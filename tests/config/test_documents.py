@@ -166,7 +166,7 @@ cuda_graph_config:
 MTP_REFUSED = {"speculative_config"}
 ATTENTION_DP = {"enable_attention_dp", "moe_expert_parallel_size"}
 BLOCKS = {
-    "windows": (WINDOWS, {"kv_cache_config.max_attention_window"}),
+    "windows": (WINDOWS, set[str]()),
     "kv_cache": (KV_CACHE, set[str]()),
     "graphs": (GRAPHS, set[str]()),
     "moe": (MOE, set[str]()),
@@ -188,7 +188,7 @@ BLOCKS = {
         HIGH_THROUGHPUT.replace("512 or 1024", "512").replace("<same as above>", "512").replace("<large>", "1"),
         {"enable_attention_dp"},
     ),
-    "fp8_cache": (FP8_CACHE, {"kv_cache_config.dtype"}),
+    "fp8_cache": (FP8_CACHE, set()),
     "nvfp4_cache": (NVFP4_CACHE, {"kv_cache_config.dtype"}),
     "ray": (RAY, {"orchestrator_type"}),
     "context_parallel": (CONTEXT_PARALLEL, {"cp_config"}),
@@ -196,9 +196,6 @@ BLOCKS = {
         TABLE,
         {
             "pipeline_parallel_size",
-            "kv_cache_config.host_cache_size",
-            "kv_cache_config.event_buffer_max_size",
-            "kv_cache_config.secondary_offload_min_priority",
         },
     ),
 }
@@ -211,10 +208,13 @@ def test_a_block_resolves_or_names_what_is_missing(name: str, tmp_path: Path) ->
     file = tmp_path / "config.yml"
     file.write_text(text)
     if not refused:
-        resolve(config=file, needs_model=False)
+        resolve(config=file, needs_model=False, for_this_machine=False)
         return
     with pytest.raises(ConfigError) as caught:
-        load_disagg(file) if is_disagg(read_document(file)) else resolve(config=file, needs_model=False)
+        if is_disagg(read_document(file)):
+            load_disagg(file)
+        else:
+            resolve(config=file, needs_model=False, for_this_machine=False)
     assert {problem.path for problem in caught.value.problems} == refused
     for problem in caught.value.problems:
         assert "not available yet (" in problem.message
@@ -228,7 +228,7 @@ def test_a_block_is_valid_once_all_is_built(name: str, tmp_path: Path) -> None:
     if is_disagg(read_document(file)):
         assert load_disagg(file, refuse_missing_features=False).context_servers is not None
     else:
-        resolve(config=file, needs_model=False, refuse_missing_features=False)
+        resolve(config=file, needs_model=False, refuse_missing_features=False, for_this_machine=False)
 
 
 def test_placeholders_are_bad_values_not_unknown_keys(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.config import CapacitySchedulerPolicy, KvCacheConfig, LlmArgs, LoadFormat, MultimodalConfig
-from headrace.config.errors import ConfigError
+from headrace.config.errors import KEYS_ARE_IN, ConfigError
 
 
 def problems(**values: Any) -> dict[str, str]:
@@ -136,7 +136,7 @@ def test_suggestions_for_keys_from_elsewhere(wrong: str, right: str) -> None:
 
 
 def test_keys_without_any_likeness_get_no_suggestion() -> None:
-    assert problems(zzzz=1) == {"zzzz": "unknown key"}
+    assert problems(zzzz=1) == {"zzzz": f"unknown key: {KEYS_ARE_IN}"}
 
 
 def test_removed_keys_say_why() -> None:

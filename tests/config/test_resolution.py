@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import KvCacheConfig, LlmArgs
-from headrace.config.errors import ConfigError
+from headrace.config.errors import KEYS_ARE_IN, ConfigError
 from headrace.config.resolution import SET_REFUSED, Typed, resolve
 
 TP = "tensor_parallel_size"
@@ -174,7 +174,7 @@ def test_set_refuses_what_it_can_not_read() -> None:
     assert refused(sets=["a..b=1"]) == ["--set: expected PATH=VALUE, got 'a..b=1'"]
     assert refused(sets=["max_seq_len=[1"])[0].startswith("--set: max_seq_len: not a YAML value")
     assert refused(sets=["max_seq_lenn=1"]) == ["--set: max_seq_lenn: unknown key, did you mean 'max_seq_len'?"]
-    assert refused(sets=["foo.bar=1"]) == ["--set: foo: unknown key"]
+    assert refused(sets=["foo.bar=1"]) == [f"--set: foo: unknown key: {KEYS_ARE_IN}"]
     assert refused(sets=["max_batch_size.x=1"]) == ["--set: max_batch_size: expected a whole number, got {'x': 1}"]
 
 

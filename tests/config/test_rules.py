@@ -113,7 +113,7 @@ def notes(resolved: Resolved) -> dict[str, str]:
 def test_conversations_take_no_periodic_snapshots() -> None:
     cache = {
         "block_reuse_config": {"policy": "per_conversation"},
-        "mamba_state_config": {"periodic_snapshot_interval": 8},
+        "mamba_state_config": {"periodic_snapshot_interval": 64},
     }
     resolved = made(kv_cache_config=cache)
     assert resolved.args.kv_cache_config.mamba_state_config.periodic_snapshot_interval == 0

@@ -48,10 +48,10 @@ def other_value(path: str) -> Any:
         "cache_transceiver_config": {"max_tokens_in_buffer": 8}, "lora_config": {}, "peft_cache_config": {},
         "sleep_config": {}, "prometheus_metrics_config": {}, "reorder_policy_config": {},
         "encoder_cuda_graph_config": {}, "multimodal_config": {"video_pruning_rate": 0.5},
-        "moe_config.load_balancer": "f.yaml", "kv_cache_config.max_attention_window": [8],
-        "kv_cache_config.kv_events_config": {}, "kv_cache_config.kv_cache_event_hash_algo": "v2_sha256",
+        "moe_config.load_balancer": "f.yaml",
+        "kv_cache_config.kv_events_config": {},
         "kv_cache_config.mamba_ssm_cache_dtype": "float32",
-        "kv_cache_config.mamba_state_config": {"periodic_snapshot_interval": 8},
+        "kv_cache_config.mamba_state_config": {"periodic_snapshot_interval": 64},
         "ray_placement_config": {}, "ray_worker_nsight_options": {}, "mla_skip_correction_threshold": 4.0,
         "kv_cache_config.cross_kv_cache_fraction": 0.5,
     }  # fmt: skip
@@ -102,10 +102,8 @@ def test_what_is_missing_is_refused_by_name(path: str) -> None:
         ({"checkpoint_format": "MX"}, "checkpoint_format"),
         ({"moe_expert_parallel_size": 2, "tensor_parallel_size": 2}, "moe_expert_parallel_size"),
         ({"model_impl": "transformers"}, "model_impl"),
-        ({"kv_cache_config": {"host_cache_size": 1}}, "kv_cache_config.host_cache_size"),
-        ({"kv_cache_config": {"dtype": "fp8"}}, "kv_cache_config.dtype"),
-        ({"kv_cache_config": {"block_reuse_config": {"policy": "per_request"}}},
-         "kv_cache_config.block_reuse_config.policy"),
+        ({"kv_cache_config": {"dtype": "nvfp4"}}, "kv_cache_config.dtype"),
+        ({"kv_cache_config": {"kv_cache_event_hash_algo": "v1_block_key"}}, "kv_cache_config.kv_cache_event_hash_algo"),
         ({"cache_transceiver_config": {"backend": "UCX"}}, "cache_transceiver_config.backend"),
     ],
 )  # fmt: skip
@@ -133,12 +131,12 @@ def test_harmless_values_of_missing_features_pass() -> None:
 
 
 def test_tuning_is_accepted_with_one_line() -> None:
-    arguments = {"cuda_graph_config": None, "torch_compile_config": {}, "moe_config": {"backend": "TRTLLM"},
+    arguments = {"torch_compile_config": {}, "moe_config": {"backend": "TRTLLM"},
                  "enable_autotuner": False, "kv_cache_config": {"use_kv_cache_manager_v2": True}}  # fmt: skip
     resolved = resolve(arguments=arguments, needs_model=False)
     lines = [str(note) for note in resolved.notes if "no effect" in note.message]
     assert lines == [
-        "no effect on this device: cuda_graph_config, torch_compile_config, moe_config.backend, enable_autotuner, "
+        "no effect on this device: torch_compile_config, moe_config.backend, enable_autotuner, "
         "kv_cache_config.use_kv_cache_manager_v2"
     ]
     assert resolve(needs_model=False).notes == ()

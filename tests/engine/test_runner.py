@@ -14,6 +14,8 @@ from headrace.attention.torch import TorchAttention
 from headrace.engine.groups import dtype_name, dtype_named, group_layers
 from headrace.engine.pools import KvPools
 from headrace.engine.runner import Runner
+from headrace.kernels.quantise import PLAIN
+from headrace.kernels.rope_write import Projected
 from headrace.layers.port import Act, ForwardStep, Rope
 from headrace.layers.weights import WeightMap
 from tests.kits.model import BLOCK_SIZE, WINDOW, Row, Sequences, assert_close, make_case, prompt
@@ -32,13 +34,14 @@ class FakeLayer:
         self.log.append(f"before {self.index} owed {owed} ropes {sorted(step.ropes)}")
         return residual, residual if partial is None else residual + partial
 
-    def mix(self, mixer_input: Any, mixer: Any) -> Tensor:
-        num_tokens = len(mixer_input)
-        q = torch.full((num_tokens, 2, 2), float(self.index))
-        k = torch.full((num_tokens, self.spec.num_kv_heads, 2), 10.0 + self.index)
-        return mixer(q, k, k).flatten(1)
+    def mix(self, mixer_input: Any, mixer: Any) -> Act:
+        num_tokens, num_kv_heads = len(mixer_input), self.spec.num_kv_heads
+        q = torch.full((num_tokens, 4), float(self.index))
+        kv = torch.full((num_tokens, 4 * num_kv_heads), 10.0 + self.index)
+        nothing = torch.empty(num_tokens, 0)
+        return mixer(Projected(torch.cat([q, kv], 1), 2, num_kv_heads, nothing, nothing), PLAIN)
 
-    def after(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor, Tensor]:
         self.log.append(f"after {self.index}")
         return torch.full_like(residual, float(self.index)), residual
 
@@ -77,9 +80,10 @@ class SpyAttention(TorchAttention):
     def plan(self, step: AttentionStep) -> None:
         self.log.append(f"plan {step.write_slots.tolist()}")
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
-        self.log.append(f"attend {int(q[0, 0, 0])} slots {rest['step'].write_slots.tolist()} w {rest['spec'].window}")
-        return super().run(q, k, v, **rest)
+    def run(self, packed: Projected, **rest: Any) -> Act:
+        first = int(packed.qkv[0, 0])
+        self.log.append(f"attend {first} slots {rest['step'].write_slots.tolist()} w {rest['spec'].window}")
+        return super().run(packed, **rest)
 
 
 def attention_step(slots: list[int]) -> AttentionStep:

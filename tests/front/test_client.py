@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from headrace.front.errors import RequestFailed, RuntimeFailure
 from headrace.front.fake import FakeLoop, FakeRuntime, FakeRuntimeProcess, fake_info, says
 from headrace.front.outputs import Logprob
 from headrace.front.socket_link import SocketLink
+from headrace.types import PinInfo
 
 from .making import TOKENIZER, client_of, ids_of, make_builder, submit
 
@@ -215,3 +217,63 @@ def make_params() -> object:
     from headrace.params import SamplingParams
 
     return SamplingParams(max_tokens=8)
+
+
+class TestQuestions:
+    def test_each_gets_its_own_answer(self) -> None:
+        loop = FakeLoop(fake_info())
+        loop.kv_events = [{"event_id": 0}]
+        with client_of(loop) as client:
+            assert client.kv_events(5) == [{"event_id": 0}]
+            assert client.kv_events(5) == []
+            assert client.pins(5) == []
+            assert client.unpin("a", 5) is False
+            assert client.stats(5)[0]["numActiveRequests"] == 0
+
+    def test_a_late_answer_is_not_taken_for_another_ones(self) -> None:
+        loop = FakeLoop(fake_info())
+        with client_of(loop) as client:
+            loop.pins["a"] = PinInfo(name="a", num_tokens=1, num_blocks=1)
+            loop.kv_events = [{"event_id": 0}]
+            with pytest.raises(TimeoutError, match="no answer within"):
+                client.unpin("a", 0)
+            with pytest.raises(TimeoutError):
+                client.kv_events(0)
+            assert client.unpin("a", 5) is False, "the late answer said True"
+            assert client.kv_events(5) == [{"event_id": 0}], "what came too late is not lost"
+
+    def test_nobody_waits_for_a_runtime_that_has_ended(self) -> None:
+        held = threading.Event()
+
+        class Stuck(FakeLoop):
+            def receive(self, message: wire.Up) -> wire.Down | None:
+                held.wait(10)
+                return None
+
+        found: list[BaseException] = []
+        runtime: list[FakeRuntime] = []
+
+        def link(on_message: Any) -> FakeRuntime:
+            runtime.append(FakeRuntime(on_message, loop=Stuck(fake_info())))
+            return runtime[0]
+
+        client = Client(link)
+        client.start()
+        client.wait_ready()
+
+        def ask() -> None:
+            try:
+                client.pins(30)
+            except RuntimeFailure as error:
+                found.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.05)
+        runtime[0]._on_message(wire.Failed("the card fell out"))  # pyright: ignore[reportPrivateUsage]
+        thread.join(5)
+        held.set()
+        assert [str(error) for error in found] == ["the card fell out"]
+        with pytest.raises(RuntimeFailure):
+            client.kv_events(1)
+        client.close()

@@ -17,6 +17,7 @@ from headrace.attention.torch import TorchAttention
 from headrace.kernels import _native
 from headrace.kernels.packed_linear import pack, packed_linear
 from headrace.kernels.paged_attention import paged_attention
+from headrace.kernels.quantise import PLAIN, Quantised
 from headrace.kernels.rms_norm import rms_norm
 from headrace.quant.none import Dense
 from tests.kits.attention import Case, World, assert_close, whole
@@ -120,9 +121,9 @@ def test_without_a_compiler_there_is_one_warning_and_the_twins_work(
 
 
 class _Launcher(TorchAttention):
-    def run(self, q, k, v, *, cache, step, spec):
-        super().run(q, k, v, cache=cache, step=step, spec=spec)
-        return paged_attention(q, cache.k, cache.v, step, spec)
+    def run(self, packed, *, cache, step, spec, form=PLAIN):
+        super().run(packed, cache=cache, step=step, spec=spec)
+        return Quantised(paged_attention(packed.heads()[0], cache.k, cache.v, step, spec).flatten(1))
 
 
 @needs_library

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.port import AttentionBackend, AttentionSpec, AttentionStep, LayerCache
+from headrace.kernels.rope_write import Projected
 
 INVALID_BLOCK = -1_000_000
 NAN = float("nan")
@@ -34,6 +35,7 @@ class Case:
     group: int = 2
     head_dim: int = 16
     window: int | None = None
+    sink_tokens: int = 0
     soft_cap: float | None = None
     has_sinks: bool = False
     dtype: torch.dtype = torch.float32
@@ -91,6 +93,7 @@ class World:
             head_dim=case.head_dim,
             scale=self.scale,
             window=case.window,
+            sink_tokens=case.sink_tokens,
             soft_cap=case.soft_cap,
             sinks=self.sinks,
         )
@@ -131,8 +134,14 @@ class World:
             write_slots=torch.tensor(slots, dtype=torch.int64),
             max_query=max(count for _, count in rows),
             max_kv=max(lens),
-            num_context_rows=sum(count > 1 for _, count in rows),
+            num_context_rows=max((place + 1 for place, (_, count) in enumerate(rows) if count != 1), default=0),
         )
+
+    def projected(self, rows: Sequence[tuple[int, int]], done: Sequence[int]) -> Projected:
+        """The rows' heads side by side; nothing turns them."""
+        heads = torch.cat([self.packed(source, rows, done) for source in (self.q, self.k, self.v)], 1)
+        nothing = torch.empty(len(heads), 0)
+        return Projected(heads.flatten(1), self.case.num_heads, self.case.num_kv_heads, nothing, nothing)
 
     def packed(self, source: list[Tensor], rows: Sequence[tuple[int, int]], done: Sequence[int]) -> Tensor:
         return torch.cat([source[row][done[row] : done[row] + count] for row, count in rows])
@@ -151,10 +160,10 @@ class World:
         outputs: list[list[Tensor]] = [[] for _ in done]
         for rows in schedule:
             step = self.step(rows, done, dropped=dropped)
-            q, k, v = (self.packed(source, rows, done) for source in (self.q, self.k, self.v))
             backend.plan(step)
-            out = backend.run(q, k, v, cache=cache, step=step, spec=self.spec)
-            assert out.shape == q.shape and out.dtype == q.dtype
+            act = backend.run(self.projected(rows, done), cache=cache, step=step, spec=self.spec)
+            assert act.scales is None and act.data.dtype == self.case.dtype
+            out = act.data.unflatten(-1, (self.case.num_heads, self.case.head_dim))
             for (row, count), part in zip(rows, out.split([count for _, count in rows]), strict=True):
                 outputs[row].append(part)
                 done[row] += count
@@ -173,7 +182,8 @@ class World:
         if case.soft_cap is not None:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        seen = (distance >= 0) & (distance < (case.window or length))
+        in_reach = (distance < (case.window or length)) | (torch.arange(length)[None, :] < case.sink_tokens)
+        seen = (distance >= 0) & in_reach
         weights = scores.masked_fill(~seen, -torch.inf).exp()  # scores are small enough without a maximum
         total = weights.sum(-1, keepdim=True)
         if self.sinks is not None:
@@ -253,9 +263,9 @@ def check_released_blocks(backend: AttentionBackend) -> None:
     for token in range(50, 70):
         world.tables[0, : max(0, token - 8) // 4] = INVALID_BLOCK
         step = world.step([(0, 1)], [token])
-        q, k, v = (source[0][token : token + 1] for source in (world.q, world.k, world.v))
         backend.plan(step)
-        out = torch.cat([out, backend.run(q, k, v, cache=cache, step=step, spec=world.spec)])
+        act = backend.run(world.projected([(0, 1)], [token]), cache=cache, step=step, spec=world.spec)
+        out = torch.cat([out, act.data.view(1, case.num_heads, case.head_dim)])
     world.tables = tables
     assert_close(world, [out])
 
@@ -273,22 +283,26 @@ def check_copied_blocks(backend: AttentionBackend) -> None:
     world.tables = copies.to(torch.int32)[None]
     step = world.step([(0, 1)], [20])
     backend.plan(step)
-    q, k, v = (part[0][20:] for part in (world.q, world.k, world.v))
-    out = backend.run(q, k, v, cache=grown, step=step, spec=world.spec)
+    act = backend.run(world.projected([(0, 1)], [20]), cache=grown, step=step, spec=world.spec)
+    out = act.data.view(1, case.num_heads, case.head_dim)
     torch.testing.assert_close(out.double(), world.reference(0)[20:], atol=2e-5, rtol=2e-5)
 
 
-def check_strided_inputs(backend: AttentionBackend) -> None:
-    """q, k and v may be views of one fused projection."""
+def check_strided_projection(backend: AttentionBackend) -> None:
+    """The projection may be a part of a wider tensor."""
     case = Case(lengths=(13, 6))
     world = World(case)
-    heads, kv_heads = case.num_heads, case.num_kv_heads
     step = world.step(whole(case)[0], [0, 0])
-    fused = torch.cat([world.packed(part, whole(case)[0], [0, 0]) for part in (world.q, world.k, world.v)], 1)
-    q, k, v = fused.split([heads, kv_heads, kv_heads], 1)
+    packed = world.projected(whole(case)[0], [0, 0])
+    wide = torch.cat([packed.qkv, packed.qkv], 1)
     backend.plan(step)
-    out = backend.run(q, k, v, cache=world.new_cache(backend), step=step, spec=world.spec)
-    assert_close(world, list(out.split(list(case.lengths))))
+    act = backend.run(
+        replace(packed, qkv=wide[:, : packed.qkv.shape[1]]),
+        cache=world.new_cache(backend),
+        step=step,
+        spec=world.spec,
+    )
+    assert_close(world, list(act.data.unflatten(-1, (case.num_heads, case.head_dim)).split(list(case.lengths))))
 
 
 def check_same_bits(backend: AttentionBackend, case: Case) -> None:

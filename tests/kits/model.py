@@ -192,7 +192,7 @@ class Sequences:
             write_slots=torch.tensor(slots),
             max_query=max(len(ids) for _, ids in chunks),
             max_kv=max(kv_lens),
-            num_context_rows=sum(len(ids) > 1 for _, ids in chunks),
+            num_context_rows=max((place + 1 for place, (_, ids) in enumerate(chunks) if len(ids) != 1), default=0),
         )
 
 

@@ -9,16 +9,17 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace.kvcache.manager import KvCache, NoBlocks
-from headrace.seam import GroupSpec
+from headrace.kvcache.settings import CacheSettings
+from headrace.seam import GroupSpec, PoolSizes
 from tests.kvcache.twin import Key, Twin
 
 SALTS = ("", "a", "b")
 
 
 def groups(count: int = 1) -> tuple[GroupSpec, ...]:
-    specs = [GroupSpec(layers=(0,), num_kv_heads=1, head_dim=8, dtype="float32")]
-    specs += [GroupSpec(layers=(at,), num_kv_heads=1, head_dim=8, dtype="float32", window=4) for at in range(1, count)]
-    return tuple(specs)
+    return tuple(
+        [GroupSpec((at,), num_kv_heads=1, head_dim=8, dtype="float32", bytes_per_token=4) for at in range(count)]
+    )
 
 
 def block_keys(kv: KvCache, group: int) -> list[Key]:
@@ -39,7 +40,8 @@ class Sim:
         self.random = random.Random(seed)
         self.size = tokens_per_block
         self.alphabet = alphabet
-        self.kv = KvCache(groups(len(num_blocks)), tokens_per_block=tokens_per_block, num_blocks=num_blocks)
+        settings = CacheSettings(tokens_per_block=tokens_per_block, partial_reuse=False)
+        self.kv = KvCache(groups(len(num_blocks)), PoolSizes(num_blocks, 0), settings)
         self.twin = Twin(tokens_per_block, [count - 1 for count in num_blocks])
         self.memory: list[dict[tuple[int, int], Key]] = [{} for _ in num_blocks]
         """By group, by (block, offset): the salt and the whole prefix the KV there was computed from."""
@@ -101,24 +103,26 @@ class Sim:
     def match(self) -> None:
         salt, tokens = self.prompt()
         given = np.array(tokens, np.int32) if self.random.random() < 0.3 else tokens
-        assert self.kv.match(given, salt=salt) == self.twin.match(salt, tokens) * self.size
+        assert self.kv.match(given, claim=self.kv.claim(salt=salt)) == self.twin.match(salt, tokens) * self.size
         limit = self.random.randint(0, len(tokens))
-        assert self.kv.match(given, salt=salt, limit=limit) <= limit
+        assert self.kv.match(given, claim=self.kv.claim(salt=salt), limit=limit) <= limit
 
     def admit(self) -> None:
         salt, tokens = self.prompt()
         headroom = self.random.choice([0, 0, 1, 3])
         num_tokens = min(len(tokens) + self.random.randint(0, self.size), self.max_len)
-        can = self.kv.can_admit(tokens, salt=salt, num_tokens=num_tokens, headroom=headroom)
+        can = self.kv.can_admit(tokens, claim=self.kv.claim(salt=salt), num_tokens=num_tokens, headroom=headroom)
         assert can == self.twin.can_admit(salt, tokens, num_tokens, headroom)
         reuse = self.random.random() < 0.9
-        can = can and (reuse or self.kv.can_admit(tokens, salt=salt, num_tokens=num_tokens, reuse=False))
+        can = can and (
+            reuse or self.kv.can_admit(tokens, claim=self.kv.claim(salt=salt), num_tokens=num_tokens, reuse=False)
+        )
         if not can:
             self.count("refused")
             return
         owner = self.next_owner
         self.next_owner += 1
-        found = self.kv.admit(owner, tokens, salt=salt, reuse=reuse)
+        found = self.kv.admit(owner, tokens, claim=self.kv.claim(salt=salt), reuse=reuse)
         assert found == self.twin.admit(owner, salt, tokens, reuse) * self.size
         assert found < len(tokens)
         self.count("hit" if found else "miss")
@@ -144,7 +148,7 @@ class Sim:
             mine = self.kv.table(owner, group)
             for at in range(self.num_computed[owner], end):
                 block = mine[at // self.size]
-                sharers = [other for other in self.twin.owners if block in self.kv.tables[other].blocks[group]]
+                sharers = [other for other in self.twin.owners if block in self.kv.tables[other].parts[group].blocks]
                 assert sharers == [owner], f"owner {owner} writes into block {block} of {sharers}"
                 self.memory[group][block, at % self.size] = it.salt, tuple(it.tokens[: at + 1])
         self.num_computed[owner] = max(self.num_computed[owner], end)

@@ -10,14 +10,15 @@ import pytest
 from headrace.kvcache.manager import KvCache
 from headrace.kvcache.pool import NO_NODE, BlockPool
 from headrace.kvcache.radix import Namespace, RadixIndex
-from tests.kvcache.sim import Sim, groups
+from tests.kvcache.cases import make
+from tests.kvcache.sim import Sim
 
 B = 2
 
 
 def busy() -> KvCache:
     """Owners 1 and 2 share two blocks; owner 3 is by itself; five blocks are cached; some are free."""
-    kv = KvCache(groups(), tokens_per_block=B, num_blocks=(30,))
+    kv = make(30, tokens_per_block=B)
     for owner, tokens in ((9, [7] * 10), (1, [1, 2, 3, 4, 5, 6, 7]), (2, [1, 2, 3, 4, 8, 8, 8]), (3, [5] * 6)):
         kv.admit(owner, tokens)
         assert kv.extend(owner, len(tokens))
@@ -123,7 +124,7 @@ def wrong_parent(kv: KvCache) -> None:
 
 def wrong_mark(kv: KvCache) -> None:
     kv.tables[3].num_indexed -= 1
-    kv.tables[3].commit_at -= B
+    kv.tables[3].index_at -= B
 
 
 def wrong_capacity(kv: KvCache) -> None:
@@ -204,7 +205,7 @@ def prefix_ignored(patch: pytest.MonkeyPatch) -> None:
     """Blocks are found by their own tokens, whatever stands before them."""
     right = RadixIndex.walk
 
-    def walk(self: RadixIndex, space: Namespace, tokens: Any, max_blocks: int) -> list[int]:
+    def walk(self: RadixIndex, space: Namespace, tokens: Any, max_blocks: int, media: Any = ()) -> list[int]:
         path = right(self, space, tokens, max_blocks)
         for at in range(len(path), max_blocks):
             same = [node for node, edge in enumerate(self.key) if edge == self.edge(tokens, at)]
@@ -244,7 +245,7 @@ def partial_block_shared_by_forks(patch: pytest.MonkeyPatch) -> None:
         for group, source, target in copies:
             self.pools[group].lease(source)
             self.pools[group].unlease(target)
-            self.tables[child].blocks[group][-1] = source
+            self.tables[child].parts[group].blocks[-1] = source
         return [(group, source, source) for group, source, _ in copies]
 
     patch.setattr(KvCache, "fork", fork)

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.kvcache.manager import KvCache
 from tests.kvcache.cases import B, make, prompt, serve
-from tests.kvcache.sim import block_keys, groups
+from tests.kvcache.sim import block_keys
 
 
 @pytest.mark.parametrize("length", [1, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 5 * B - 1, 5 * B, 5 * B + 1])
@@ -65,9 +64,9 @@ def test_salts_isolate(first: str, second: str):
     kv = make()
     tokens = prompt(3 * B + 1)
     serve(kv, 1, tokens, salt=first)
-    assert kv.match(tokens, salt=second) == 0
+    assert kv.match(tokens, claim=kv.claim(salt=second)) == 0
     assert serve(kv, 2, tokens, salt=second) == 0
-    assert kv.match(tokens, salt=first) == kv.match(tokens, salt=second) == 3 * B
+    assert kv.match(tokens, claim=kv.claim(salt=first)) == kv.match(tokens, claim=kv.claim(salt=second)) == 3 * B
     assert serve(kv, 3, tokens, salt=first) == 3 * B
 
 
@@ -200,12 +199,12 @@ def test_can_admit_counts_shared_blocks_once():
     assert kv.can_admit(same, num_tokens=6 * B, headroom=1)
     assert not kv.can_admit(same, num_tokens=6 * B, headroom=2)
     assert not kv.can_admit(same, num_tokens=7 * B, reuse=False)
-    assert not kv.can_admit(same, num_tokens=7 * B, salt="x")
+    assert not kv.can_admit(same, num_tokens=7 * B, claim=kv.claim(salt="x"))
     assert not kv.can_admit(prompt(5 * B + 1, 9), num_tokens=5 * B + 1)
 
 
 def test_extend_is_all_or_nothing_over_groups():
-    kv = KvCache(groups(2), tokens_per_block=B, num_blocks=(9, 4))
+    kv = make((9, 4), num_groups=2)
     kv.admit(1, [1])
     assert not kv.extend(1, 4 * B)
     assert kv.stats.num_free == (8, 3) and kv.num_tokens_capacity(1) == 0
@@ -215,7 +214,7 @@ def test_extend_is_all_or_nothing_over_groups():
 
 
 def test_a_prefix_needs_its_block_in_every_group():
-    kv = KvCache(groups(2), tokens_per_block=B, num_blocks=(20, 5))
+    kv = make((20, 5), num_groups=2)
     tokens = prompt(3 * B)
     serve(kv, 1, tokens)
     serve(kv, 2, prompt(3 * B, 1))
@@ -273,4 +272,4 @@ def test_commit_reads_only_new_blocks():
 )
 def test_bad_sizes_are_refused(change: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
-        KvCache(groups(), **{"tokens_per_block": B, "num_blocks": (9,), **change})
+        make(**{"num_blocks": (9,), **change})

@@ -117,7 +117,7 @@ def test_reset_forgets_everything_and_owners_go_on():
     kv.reset()
     kv.check()
     assert kv.stats.num_cached == (0,) and kv.stats.num_leased == (2,)
-    assert kv.match([*tokens, 1], salt="s") == kv.match(prompt(3 * B, 1)) == 0
+    assert kv.match([*tokens, 1], claim=kv.claim(salt="s")) == kv.match(prompt(3 * B, 1)) == 0
     tokens += prompt(2 * B, 3)
     assert kv.extend(2, len(tokens))
     kv.commit(2, tokens, len(tokens))

@@ -118,3 +118,16 @@ def test_random_operations_equal_a_sorted_list():
             del used[victim]
         assert list(pool.eviction_order()) == sorted(used, key=lambda block: used[block])
         check_pool(pool)
+
+
+def test_put_back_restores_the_order():
+    pool = BlockPool(8)
+    blocks = cached(pool, 6)
+    used = {block: pool.used[block] for block in blocks}
+    for block in (blocks[1], blocks[4], blocks[0], blocks[5]):
+        pool.lease(block)
+    for block in (blocks[4], blocks[5], blocks[0], blocks[1]):
+        pool.unlease(block)
+        pool.put_back(block, used[block])
+        check_pool(pool)
+    assert list(pool.eviction_order()) == blocks

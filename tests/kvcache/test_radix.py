@@ -30,7 +30,7 @@ def test_walk_finds_the_longest_known_prefix():
     assert index.walk(BASE, [1, 2, 3, 4, 5, 6], 1) == path[:1]
     assert index.walk(BASE, [9, 2], 1) == []
     assert index.walk(BASE, [3, 4], 1) == [], "a block is found after its own prefix only"
-    check_index(index, {})
+    check_index(index, {}, {})
 
 
 def test_arrays_and_lists_are_the_same_tokens():
@@ -48,13 +48,13 @@ def test_a_node_forks_and_joins():
     ends = [insert(index, [1, token], first_block=10)[1] for token in (5, 6, 7)]
     assert sorted(index.children(stem)) == sorted(ends)
     assert [index.walk(BASE, [1, token], 2)[-1] for token in (5, 6, 7)] == ends
-    check_index(index, {})
+    check_index(index, {}, {})
     for end in ends[:2]:
         index.clear_block(0, end)
-        check_index(index, {})
+        check_index(index, {}, {})
     assert index.children(stem) == ends[2:] and not index.forks
     assert insert(index, [1, 5], first_block=10)[1] != ends[2]
-    check_index(index, {})
+    check_index(index, {}, {})
 
 
 def test_namespaces_do_not_meet():
@@ -135,4 +135,4 @@ def test_random_inserts_and_removals_equal_a_dict(size: int):
             end = rng.choice(list(known))
             index.clear_block(0, index.walk(BASE, end, len(end) // size)[-1])
             del known[end]
-        check_index(index, {})
+        check_index(index, {}, {})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.kernels.rope import apply_rope_twin
 from headrace.layers.factory import LayerFactory
 from headrace.layers.mlp import activation
 from headrace.layers.parallel import ParallelContext
@@ -46,6 +47,10 @@ def fill(modules: list[Loadable], values: Callable[[str, str, tuple[int, ...]], 
     for module in modules:
         for parameter in module.parameters:
             for slot in parameter.slots:
+                if parameter.default is not None:
+                    parameter.view(slot).fill_(parameter.default)
+                    parameter.mark_loaded(slot)
+                    continue
                 whole = values(parameter.name, slot.name, slot.shape)
                 part = slot.part
                 parameter.view(slot).copy_(
@@ -101,10 +106,12 @@ def test_attention_adds_up(size: int) -> None:
     step = ForwardStep(torch.arange(num_tokens), {"all": Rope(angles.cos(), angles.sin())})
 
     def run(attention: Any) -> Tensor:
-        q, k, v = attention.project(Act(x), step)
+        packed = attention.project(Act(x), step)
+        q, k, v = packed.heads()
+        q, k = apply_rope_twin(q, k, packed.cos, packed.sin)
         group = q.shape[1] // v.shape[1]
         mixed = q + (v + k).repeat_interleave(group, 1)
-        return attention.output(mixed.flatten(1))
+        return attention.output(Act(mixed.flatten(1)))
 
     (alone,) = (run(attention) for attention in by_rank(1, build, values))
     torch.testing.assert_close(sum(run(attention) for attention in by_rank(size, build, values)), alone)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
-from headrace.kernels.kv_write import kv_write
 from headrace.kernels.paged_attention import paged_attention
+from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise
+from headrace.kernels.rope_write import Projected, rope_write
 
 __all__ = ["CpuAttention"]
 
@@ -27,8 +28,8 @@ class CpuAttention:
         """The kernel reads the step as it is."""
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec
-    ) -> Tensor:
-        """Write k, v, attend causally. -> [tokens, heads, dim] in q's dtype."""
-        kv_write(k, v, cache.k, cache.v, step.write_slots, step.block_size)
-        return paged_attention(q, cache.k, cache.v, step, spec)
+        self, packed: Projected, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec, form: Form = PLAIN
+    ) -> Quantised:
+        """Write k, v, attend causally. -> [tokens, heads * dim]"""
+        q = rope_write(packed, cache.k, cache.v, step.write_slots, k_scale=spec.k_scale, v_scale=spec.v_scale)
+        return quantise(paged_attention(q, cache.k, cache.v, step, spec).flatten(1), form)

@@ -1,8 +1,9 @@
 """The port of the attention room: what a backend is given, what it answers.
 
-A backend writes the new K and V of packed rows into the paged cache and attends over it. It owns the
-layout of the cache (the engine only allocates the shape it asks for) and whatever metadata it wants
-to compute once a step for all layers of a group (`plan`).
+A backend takes the packed projection of a layer: it norms and turns the heads, writes the new K and V into the paged
+cache and attends over it (a GPU does the first three in one kernel). It owns the layout of the cache (the engine only
+allocates the shape it asks for) and whatever metadata it wants to compute once a step for all layers of a group
+(`plan`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
+
+from headrace.kernels.quantise import PLAIN, Form, Quantised
+from headrace.kernels.rope_write import Projected
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +28,15 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     """Tokens a query sees, itself included; None is everything."""
+    sink_tokens: int = 0
+    """First tokens that a query sees beside its window."""
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(score / soft_cap) before the softmax."""
     sinks: Tensor | None = None
     """[num_heads] a logit per head that takes part in the softmax's sum only."""
+    k_scale: float = 1.0
+    """An FP8 cache holds keys divided by this; caches of other types ignore it."""
+    v_scale: float = 1.0
 
 
 @dataclass(slots=True)
@@ -45,6 +53,7 @@ class AttentionStep:
     max_kv: int
     """Host-side upper bounds of the row lengths."""
     num_context_rows: int
+    """The first rows, which may have any number of tokens. Each of the others has exactly one."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """The backend's own metadata, filled by `plan`."""
 
@@ -73,15 +82,15 @@ class AttentionBackend(Protocol):
         ...
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec
-    ) -> Tensor:
-        """Write k, v at `step.write_slots`, attend causally, return [tokens, heads, dim] in q's dtype.
+        self, packed: Projected, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec, form: Form = PLAIN
+    ) -> Quantised:
+        """Norm and turn the heads, write k and v at `step.write_slots`, attend causally.
 
         Args:
-            q: [tokens, heads, dim], rope applied.
-            k, v: [tokens, kv_heads, dim].
+            packed: [tokens, (heads + 2 * kv_heads) * dim]; may be overwritten.
+            form: what the output projection takes.
+
+        Returns:
+            [tokens, heads * dim] in that form; `plain` is in the projection's dtype.
         """
         ...
-
-
-KvDtypes = dict[str, torch.dtype]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
-from headrace.kernels.kv_write import kv_write_twin
 from headrace.kernels.paged_attention import paged_attention_twin
+from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise_twin
+from headrace.kernels.rope_write import Projected, rope_write_twin
 
 __all__ = ["TorchAttention"]
 
@@ -27,8 +28,8 @@ class TorchAttention:
         """Nothing to share between layers."""
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec
-    ) -> Tensor:
-        """Write k, v, attend causally. -> [tokens, heads, dim] in q's dtype."""
-        kv_write_twin(k, v, cache.k, cache.v, step.write_slots, step.block_size)
-        return paged_attention_twin(q, cache.k, cache.v, step, spec)
+        self, packed: Projected, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec, form: Form = PLAIN
+    ) -> Quantised:
+        """Write k, v, attend causally. -> [tokens, heads * dim]"""
+        q = rope_write_twin(packed, cache.k, cache.v, step.write_slots, k_scale=spec.k_scale, v_scale=spec.v_scale)
+        return quantise_twin(paged_attention_twin(q, cache.k, cache.v, step, spec).flatten(1), form)

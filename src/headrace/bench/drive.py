@@ -217,7 +217,8 @@ class Driver:
             return
         if isinstance(message, wire.Failed):
             self._failure = message
-        self._control.put(message)
+        if isinstance(message, wire.Ready | wire.Failed | wire.Stats):
+            self._control.put(message)
 
     def _answer(self, *, timeout_s: float | None) -> wire.Ready | wire.Stats:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s

@@ -164,6 +164,8 @@ def latency(ctx: click.Context, model: str | None, **options: Any) -> None:
 def _typed(options: dict[str, Any]) -> Options:
     from headrace.bench.dataset import Dataset
 
+    if options["dataset"] == "-" and sys.stdin is None:
+        raise click.UsageError("there is no standard input: give a --dataset")
     sizes = {name: options.pop(name) for name in DATASET_OPTIONS}
     return Options(dataset=Dataset(name=options.pop("dataset"), **sizes), **options)
 
@@ -197,8 +199,17 @@ def _model_name(ctx: click.Context, model: str | None) -> str | None:
 def _check_files(options: Options) -> None:
     """A report that can't be written is no news for the end of an hour."""
     for path in (options.report_json, options.output_json, options.request_json, options.iteration_log):
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is None:
+            continue
+        if not path.absolute().parent.is_dir():
             raise ValueError(f"can't write {path}: there is no folder {path.absolute().parent}")
+        was_there = path.exists()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise OSError(f"can't write {path}: {error.strerror}: choose another file") from None
+        if not was_there:
+            path.unlink()
 
 
 def _engine_args(resolved: Resolved, options: Options) -> LlmArgs:
@@ -275,7 +286,7 @@ def _facts(
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": {"name": info.model, "type": info.model_type, "dtype": _dtype(args, source)},
-        "machine": machine_facts(args.engine_threads),
+        "machine": machine_facts(),
         "settings": {
             "changed": as_dict(args),
             "max_batch_size": info.max_batch_size,
@@ -305,13 +316,14 @@ def _dtype(args: LlmArgs, source: ModelSource) -> str:
     return str(compute_dtype(args.dtype, config, pick_device(0))).removeprefix("torch.")
 
 
-def machine_facts(engine_threads: int | None) -> dict[str, Any]:
-    """The device and the versions that figures belong to."""
+def machine_facts() -> dict[str, Any]:
+    """The device and the versions that figures belong to. Call it while the engine is open: its threads are counted."""
     import torch
 
     from headrace.bench.machine import cpu_name
+    from headrace.kernels._native import num_threads
 
-    threads = engine_threads or torch.get_num_threads()
+    threads = num_threads()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cpu_name()}, {threads} threads"
     return {
         "device": device,

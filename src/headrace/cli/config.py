@@ -55,11 +55,7 @@ def check(ctx: click.Context, files: tuple[str, ...]) -> None:
 @click.pass_context
 def show(ctx: click.Context, model: str | None, form: str, everything: bool) -> None:
     """Show the configuration that MODEL, a file and flags resolve to, and where each setting comes from."""
-    try:
-        resolved = resolved_from_click(ctx, model, needs_model=False)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        ctx.exit(EXIT_BAD_CONFIG)
+    resolved = resolved_from_click(ctx, model, needs_model=False)
     if form == "json":
         click.echo(as_json(resolved, everything=everything))
     else:

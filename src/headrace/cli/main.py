@@ -13,13 +13,14 @@ from typing import Any
 
 import click
 
-from headrace import __version__
+from headrace import __version__, env
 
 COMMANDS = {
     "serve": "Serve a model over HTTP with the OpenAI API.",
     "chat": "Talk with a model in the terminal.",
     "generate": "Complete a prompt and exit.",
     "bench": "Measure throughput and latency.",
+    "plan": "Tell what a model takes and how much fits, without loading it.",
     "pull": "Fetch a model by its short name.",
     "config": "Check, show and describe configurations.",
     "completion": "Print a shell's completion script.",
@@ -64,10 +65,9 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for bad input, 1 for everything else, 130 for Ctrl-C."""
+    open_closed_streams()
     code = run(arguments)
     for stream in (sys.stdout, sys.stderr):
-        if stream is None:  # closed by the caller
-            continue
         try:
             stream.flush()
         except OSError:  # nobody reads it any more: the interpreter must not try again at its end
@@ -78,8 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+def open_closed_streams() -> None:
+    """Send what the caller has closed (`2>&-`) to nowhere: a socket or a model must not become descriptor 2.
+
+    `sys.stdin` stays None, so that a command can say that there is nothing to read.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of one command line. Errors are one line; `--log_level debug` shows the traceback."""
+    """The exit code of one command line. Errors are one line; at log level debug the traceback stands before it."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = cli.main(args=typed, prog_name="headrace", standalone_mode=False)
@@ -140,7 +154,7 @@ def wants_traceback(typed: Sequence[str]) -> bool:
         name, _, value = word.partition("=")
         if name.replace("-", "_") in ("__log_level", "_l"):
             return (value or "".join(typed[index + 1 : index + 2])) in ("debug", "trace")
-    return False
+    return env.log_level() in ("debug", "trace")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ SERVER_FLAGS = (
     Flag(("allow_request_chat_template",), "allow_request_chat_template", bool, "Let requests bring templates."),
     Flag(("api_key",), "api_keys", str, f"Key clients have to send (others can see it in the process list; better "
          f"{env.API_KEY.name}).", None, multiple=True),
+    Flag(("cache_salt_from_api_key",), "cache_salt_from_api_key", bool, "Share cached prefixes by API key only."),
     Flag(("middleware",), "middleware", str, "Import path of ASGI middleware.", None, multiple=True),
     Flag(("custom_module_dirs",), "custom_module_dirs", str, "Folder of modules to import.", None, multiple=True),
     Flag(("tool_parser",), "tool_parser", str, "Parser of tool calls, or auto."),
@@ -242,7 +243,7 @@ def _common() -> list[click.Option]:
             callback=keep,
             default="info",
             show_default=True,
-            help="Least important messages shown.",
+            help="Least important messages shown; chat and generate show warnings unless another one is given.",
         ),
     ]
 

@@ -55,6 +55,7 @@ def serve(ctx: click.Context, model: str | None) -> None:
         shutdown_timeout_s=args.shutdown_timeout_s,
         num_workers=options.num_input_processor_workers,
         api_keys=tuple(key.get_secret_value() for key in options.api_keys),
+        cache_salt_from_api_key=options.cache_salt_from_api_key,
     )
     runtime = RuntimeProcess(args, source, log_level=level)
     outcome: Outcome = run(

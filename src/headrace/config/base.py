@@ -92,6 +92,7 @@ class ConfigModel(BaseModel):
         validate_assignment=True,
         arbitrary_types_allowed=True,
         protected_namespaces=(),
+        allow_inf_nan=False,  # a file may write .inf, but JSON to the engine's process can't
         defer_build=True,
     )
 

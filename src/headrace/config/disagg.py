@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import SecretStr, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, SecretStr, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
 from headrace.config.base import ConfigModel, deprecated, prototype, stable
@@ -25,6 +25,8 @@ FLAT_ALIASES = {
 
 class RouterArgs(ConfigModel):
     """Parameters of a router; each router reads its own."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # load_cap: no limit
 
     use_tokens: bool = prototype(False, "Count tokens instead of requests.")
     max_batch_size: int = prototype(64, "Requests a server is thought to run at once.", gt=0)

@@ -126,7 +126,10 @@ def unknown_key(key: str, owner: type[BaseModel], *, root: type[BaseModel] | Non
     if key in REMOVED:
         return f"no longer an option: {REMOVED[key]}"
     suggestion = suggest(key, owner, root or owner)
-    return "unknown key" + (f", did you mean '{suggestion}'?" if suggestion else "")
+    return "unknown key" + (f", did you mean '{suggestion}'?" if suggestion else f": {KEYS_ARE_IN}")
+
+
+KEYS_ARE_IN = "remove it, or look for the right name in 'headrace config schema'"
 
 
 def suggest(key: str, owner: type[BaseModel], root: type[BaseModel]) -> str:

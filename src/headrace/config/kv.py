@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -13,6 +14,19 @@ from headrace.config.model import dtype_name
 
 DEFAULT_RETENTION_PRIORITY = 35
 """Priority of a block that nobody gave one (0 is evicted first, 100 last)."""
+
+
+def window_of(layer: int, own: int | None, *, windows: Sequence[int], longest: int) -> int | None:
+    """Tokens that a query of a layer sees under `max_attention_window`; None is everything.
+
+    No layer sees farther than its model lets it (`own`), and a window that holds the longest sequence is none.
+    """
+    if not windows:
+        return own
+    limit = windows[layer % len(windows)]
+    if limit >= longest:
+        return own
+    return limit if own is None else min(own, limit)
 
 
 class BlockReuseConfig(ConfigModel):
@@ -99,7 +113,9 @@ class KvCacheConfig(ConfigModel):
     max_attention_window: list[PositiveInt] | None = stable(
         None, "Attention windows in tokens, one a layer, repeated over the layers; null follows the model."
     )
-    sink_token_length: int | None = deprecated(None, "Ignored: no model needs kept start tokens in the cache.")
+    sink_token_length: int | None = stable(
+        None, "First tokens that layers with an attention window keep in reach; 0 or null is none.", ge=0
+    )
     free_gpu_memory_fraction: float = stable(
         0.9, "Share of the memory that is free after loading (on a CPU: that the process may use).", ge=0, le=1
     )
@@ -180,6 +196,13 @@ class KvCacheConfig(ConfigModel):
             raise ValueError(f"must be a power of two greater than 1, got {value}")
         return value
 
+    @field_validator("max_attention_window")
+    @classmethod
+    def _names_a_window(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and not value:
+            raise ValueError("must name at least one window, or be null")
+        return value
+
     @field_validator("pool_ratio")
     @classmethod
     def _adds_up_to_one(cls, value: list[float] | None) -> list[float] | None:
@@ -197,8 +220,28 @@ class KvCacheConfig(ConfigModel):
             self.derive(mamba_state_config=self.mamba_state_config, mamba_state_cache_interval=None)
         return self
 
+    def check_groups(self, num_groups: int) -> None:
+        """What fits the configuration to a model, whose layer groups are not known before.
+
+        Raises:
+            ValueError: `pool_ratio` has another number of shares.
+        """
+        if self.pool_ratio is not None and len(self.pool_ratio) != num_groups:
+            raise ValueError(
+                f"kv_cache_config.pool_ratio: {len(self.pool_ratio)} shares for a model of {num_groups} layer groups:"
+                " give one for each, or remove it"
+            )
+
     def _problems(self) -> list[Problem]:
         found: list[Problem] = []
+        block = self.tokens_per_block
+        if self.max_tokens is not None and self.max_tokens < block:
+            found.append(Problem("max_tokens", f"{self.max_tokens} is less than one block: at least {block} is needed"))
+        interval = self.mamba_state_cache_interval or self.mamba_state_config.periodic_snapshot_interval
+        if interval % block:
+            old = self.mamba_state_cache_interval is not None
+            name = "mamba_state_cache_interval" if old else "mamba_state_config.periodic_snapshot_interval"
+            found.append(Problem(name, f"{interval} is no multiple of tokens_per_block ({block})"))
         if self.dtype == "fp8_ds_mla" and self.enable_kv_pool_rebalance:
             found.append(Problem("enable_kv_pool_rebalance", "can't be used with dtype fp8_ds_mla"))
         state = self.mamba_state_config

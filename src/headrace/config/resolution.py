@@ -14,7 +14,7 @@ from headrace import env
 from headrace.config.base import ConfigModel, label_of
 from headrace.config.errors import ConfigError, Problem, model_classes, problems_from
 from headrace.config.llm_args import LlmArgs
-from headrace.config.rules import Note, contradictions, settle_consequences
+from headrace.config.rules import Note, contradictions, settle_consequences, what_this_machine_lacks
 from headrace.config.serving import SERVER_YAML_KEYS, ServerOptions
 from headrace.config.source import Document, nearest, parse_value, read_document
 from headrace.config.unbuilt import refuse_unbuilt, refuse_unbuilt_server, without_effect
@@ -93,12 +93,14 @@ def resolve(
     arguments: Mapping[str, Any] | None = None,
     needs_model: bool = True,
     refuse_missing_features: bool = True,
+    for_this_machine: bool = True,
 ) -> Resolved:
     """Resolve a configuration; every problem that can be seen is reported at once.
 
     Lowest first: defaults, `arguments` (keywords of the Python API) or the YAML file `config`, `flags`
     (dotted key -> what was typed), `sets` (`PATH=YAML` each). Only keys that were set override, never
     the defaults of an object. A flag that contradicts the file is an error unless `sets` decides.
+    `for_this_machine` also checks its memory and disks.
 
     Raises:
         ConfigError: with a line for each problem.
@@ -125,6 +127,8 @@ def resolve(
     if args is None or server is None:
         raise ConfigError(_ordered(draft))
     draft.problems += [draft.placed(problem) for problem in contradictions(args)]
+    if for_this_machine:
+        draft.problems += [draft.placed(problem) for problem in what_this_machine_lacks(args)]
     if refuse_missing_features:
         missing = [*refuse_unbuilt(args), *refuse_unbuilt_server(server)]
         draft.problems += [draft.placed(problem) for problem in missing]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from headrace import env
@@ -12,6 +11,7 @@ from headrace.config.base import ConfigModel, label_of
 from headrace.config.errors import Problem, join
 from headrace.config.kernels import DecodeCudaGraphConfig
 from headrace.config.llm_args import LlmArgs
+from headrace.config.machine import disk_problem, total_memory_bytes
 from headrace.config.model import LoadFormat
 from headrace.config.speculative import (
     EagleDecodingConfig,
@@ -35,6 +35,11 @@ class Note:
 def contradictions(args: LlmArgs) -> list[Problem]:
     """Every pair of settings that can't hold together."""
     return [problem for rule in _RULES for problem in rule(args)]
+
+
+def what_this_machine_lacks(args: LlmArgs) -> list[Problem]:
+    """Settings that another machine might do, and this one can't."""
+    return [problem for rule in _MACHINE_RULES for problem in rule(args)]
 
 
 def settle_consequences(args: LlmArgs) -> list[Note]:
@@ -198,8 +203,23 @@ def _transfer(args: LlmArgs) -> Iterator[Problem]:
 
 def _disk_tier(args: LlmArgs) -> Iterator[Problem]:
     cache = args.kv_cache_config
-    if cache.disk_cache_size and cache.disk_cache_path and not Path(cache.disk_cache_path).is_dir():
-        yield Problem("kv_cache_config.disk_cache_path", f"'{cache.disk_cache_path}' is no folder: create it first")
+    if cache.disk_cache_size and cache.disk_cache_path:
+        problem = disk_problem(cache.disk_cache_path, cache.disk_cache_size * args.tensor_parallel_size)
+        if problem is not None:
+            yield Problem("kv_cache_config.disk_cache_path", problem)
+
+
+def _host_tier(args: LlmArgs) -> Iterator[Problem]:
+    size_bytes = args.kv_cache_config.host_cache_size
+    if not size_bytes:
+        return
+    total_bytes = total_memory_bytes()
+    ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+    here = min(ranks, args.gpus_per_node or ranks)
+    if size_bytes * here > total_bytes:
+        each = f" for each of {here} ranks" if here > 1 else ""
+        message = f"{size_bytes:,} bytes{each} are more than this machine's {total_bytes:,} bytes of memory: lower it"
+        yield Problem("kv_cache_config.host_cache_size", message)
 
 
 def _late_variables(args: LlmArgs) -> Iterator[Problem]:
@@ -226,10 +246,11 @@ _RULES: tuple[Callable[[LlmArgs], Iterator[Problem]], ...] = (
     _lora,
     _speculation,
     _transfer,
-    _disk_tier,
     _lengths,
     _late_variables,
 )
+
+_MACHINE_RULES: tuple[Callable[[LlmArgs], Iterator[Problem]], ...] = (_disk_tier, _host_tier)
 
 
 def _change(args: LlmArgs, path: str, value: Any, *, because: str) -> Iterator[Note]:

@@ -113,6 +113,7 @@ class ServerOptions(ConfigModel):
     chat_template: str | None = prototype(None, "Jinja chat template, as text or as a file.")
     allow_request_chat_template: bool = prototype(False, "Let a request bring its own chat template.")
     api_keys: list[SecretStr] = stable([], "Keys of which a client has to send one; none leaves the server open.")
+    cache_salt_from_api_key: bool = prototype(False, "Share cached prefixes among requests of one API key only.")
     middleware: list[str] = prototype([], "Import paths of ASGI middleware.")
     custom_module_dirs: list[str] = prototype([], "Folders of Python modules to import first.")
     tool_parser: str | None = prototype(None, "Parser of tool calls, or auto.")
@@ -131,6 +132,25 @@ class ServerOptions(ConfigModel):
     visual_gen_args: str | None = prototype(None, "YAML file with its arguments.")
     disagg_cluster: DisaggClusterConfig | None = prototype(None, "Cluster to join.")
     internal_request_auth_key: SecretStr | None = prototype(None, "Key between servers of a cluster.", min_length=1)
+
+    @field_validator("api_keys")
+    @classmethod
+    def _no_empty_key(cls, value: list[SecretStr]) -> list[SecretStr]:
+        """A header without a key would equal an empty one; one with a space at its ends is never equal."""
+        for key in value:
+            text = key.get_secret_value()
+            if not text or text != text.strip():
+                raise ValueError("a key must not be empty, nor begin or end with a space: give another, or none at all")
+        return value
+
+    @model_validator(mode="after")
+    def _keys_for_salts(self) -> Self:
+        if self.cache_salt_from_api_key and not self.api_keys:
+            problem = Problem(
+                "cache_salt_from_api_key", "there are no API keys to tell clients apart by: give --api_key"
+            )
+            raise ConfigError(problem)
+        return self
 
     @field_validator("server_role", mode="before")
     @classmethod

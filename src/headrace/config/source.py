@@ -45,6 +45,8 @@ def nearest(known: Container[str], path: str) -> str:
 def read_document(path: str | Path) -> Document:
     """The mapping in a YAML file; an empty file is an empty mapping. ConfigError names what is wrong with the file."""
     name = str(path)
+    if not name:  # an unset variable of a shell; pathlib would take it for the current folder
+        raise ConfigError(Problem("", "the file's name is empty: give its path"))
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

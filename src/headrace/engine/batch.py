@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.attention.port import AttentionStep
-from headrace.engine.slots import SlotState, as_device
-from headrace.seam import PROMPT_LOGPROBS, SAMPLE, Section
+from headrace.engine.slots import SlotState
+from headrace.engine.staging import stage
+from headrace.layers.port import StateStep
+from headrace.seam import DUMMY_BLOCK, FROM_DEVICE, PROMPT_LOGPROBS, SAMPLE, GroupSpec, Section, SectionResult
 
 
 @dataclass(slots=True)
@@ -20,84 +23,178 @@ class Batch:
 
     slots: Tensor  # [rows] int64
     ids: Tensor  # [tokens] int64
-    groups: list[AttentionStep]
+    groups: list[AttentionStep | StateStep]
     kv_lens: Tensor  # [rows] int64, tokens in the cache once this step's are written
     was_done: Tensor  # [rows] bool: a generation row of a sequence that has ended meanwhile
-    query_starts: NDArray[np.int64]  # [rows + 1] on the host
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which rows yield a token and which hidden states are needed for that; on the host, and on the device."""
+
+    query_starts: NDArray[np.int64]  # [rows + 1]
     sample_rows: NDArray[np.int64]
-    """Rows that yield a token, on the host."""
+    """Rows that yield a token."""
     prompt_rows: NDArray[np.int64]
     """Rows whose prompt log-probabilities are wanted."""
+    at: NDArray[np.int64]
+    """[rows] where each row's last token stands among the wanted ones."""
+    tokens: Tensor  # [wanted] int64, packed tokens
+    rows: Tensor  # [sample rows] int64
+    last: Tensor  # [sample rows] int64, of `at`
 
 
-def build_batch(section: Section, state: SlotState, *, block_size: int) -> Batch:
-    """Pack the rows. A generation row begins at its slot's own length with its last token.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A step's rows as the plan has them, on the device. int64."""
 
-    Rows of sequences that have ended compute one token at position 0 into the dummy block, so that
-    their shape stays and nothing of theirs is touched.
-    """
-    device = state.device
+    slots: Tensor  # [rows]
+    start: Tensor  # [rows] or FROM_DEVICE
+    num_tokens: Tensor  # [rows]
+    query_starts: Tensor  # [rows + 1]
+    of_token: Tensor  # [tokens] row
+    inside: Tensor  # [tokens] place within the row
+    known_ids: Tensor  # [tokens of context rows]
+    num_context_rows: int
+    max_query: int
+    max_kv: int
+
+
+def build_batch(
+    section: Section, state: SlotState, *, groups: Sequence[GroupSpec], block_size: int
+) -> tuple[Batch, Wanted]:
+    """Pack the rows; one copy to the device."""
+    assert not section.num_drafts.any(), "drafts need a drafter; this engine has none"
     counts = section.num_tokens.astype(np.int64)
     query_starts = np.concatenate([[0], np.cumsum(counts)])
-    bounds = state.raise_bounds(section)
-    row_of_token = np.repeat(np.arange(len(counts)), counts)
-    inside = np.arange(query_starts[-1]) - query_starts[row_of_token]
+    of_token = np.repeat(np.arange(len(counts)), counts)
+    inside = np.arange(query_starts[-1]) - query_starts[of_token]
+    sample_rows, prompt_rows = np.flatnonzero(section.flags & SAMPLE), np.flatnonzero(section.flags & PROMPT_LOGPROBS)
+    wanted, at = _wanted_tokens(query_starts, prompt_rows)
+    host = [section.slot, section.start, counts, query_starts, of_token, inside, section.ids]
+    staged = stage([*host, wanted, sample_rows, at[sample_rows]], state.device)
+    slots, start, num_tokens, starts, rows, places, ids, tokens, sampling, last = staged
+    max_kv = int(state.raise_bounds(section).max())
+    packed = Rows(
+        slots, start, num_tokens, starts, rows, places, ids, section.num_context_rows, int(counts.max()), max_kv
+    )
+    batch = batch_of(packed, state, groups=groups, block_size=block_size)
+    return batch, Wanted(query_starts, sample_rows, prompt_rows, at, tokens, sampling, last)
 
-    slots = as_device(section.slot, device).long()
-    start = as_device(section.start, device).long()
-    from_device = start < 0
+
+def _wanted_tokens(
+    query_starts: NDArray[np.int64], prompt_rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Packed tokens whose hidden states are wanted, and where each row's last token stands among them."""
+    last = query_starts[1:] - 1
+    if not len(prompt_rows):
+        return last, np.arange(len(last))
+    chosen = np.zeros(int(query_starts[-1]), np.bool_)
+    chosen[last] = True
+    for row in prompt_rows.tolist():
+        chosen[query_starts[row] : query_starts[row + 1]] = True
+    wanted = np.flatnonzero(chosen)
+    return wanted, np.searchsorted(wanted, last)
+
+
+def generation_rows(slots: Tensor, *, max_kv: int) -> Rows:
+    """Rows that generate one token each, without anything from the host but `slots` int64 [rows]."""
+    count = len(slots)
+    at = torch.arange(count + 1, device=slots.device)
+    ones = torch.ones_like(slots)
+    return Rows(slots, ones * FROM_DEVICE, ones, at, at[:-1], ones - 1, slots[:0], 0, 1, max_kv)
+
+
+def batch_of(rows: Rows, state: SlotState, *, groups: Sequence[GroupSpec], block_size: int) -> Batch:
+    """The device's part. A generation row begins at its slot's own length with its last token.
+
+    Rows of sequences that have ended compute one token at position 0 into the dummy block and the dummy state, so
+    that their shape stays and nothing of theirs is touched.
+    """
+    slots = rows.slots
+    from_device = rows.start < 0
     was_done = from_device & state.done[slots]
-    start = torch.where(from_device, state.num_tokens[slots], start).masked_fill(was_done, 0)
-    rows = torch.from_numpy(row_of_token).to(device)
-    positions = start[rows] + torch.from_numpy(inside).to(device)
-    kv_lens = start + as_device(section.num_tokens, device)
-    groups = [
-        _group_step(table[slots], positions, rows, was_done, kv_lens, query_starts, bounds, section, block_size)
-        for table in state.tables
-    ]
-    flags = section.flags
+    start = torch.where(from_device, state.num_tokens[slots], rows.start).masked_fill(was_done, 0)
+    positions = start[rows.of_token] + rows.inside
+    kv_lens = start + rows.num_tokens
+    generated = state.last_token[slots[rows.num_context_rows :]]
     return Batch(
         slots=slots,
-        ids=_ids(section, state, slots),
-        groups=groups,
+        ids=torch.cat([rows.known_ids, generated]) if rows.num_context_rows else generated,
+        groups=[
+            _state_step(rows, positions, was_done, state)
+            if group.is_recurrent
+            else _group_step(rows, table, positions, was_done, kv_lens, block_size=block_size)
+            for group, table in zip(groups, state.tables)
+        ],
         kv_lens=kv_lens,
         was_done=was_done,
-        query_starts=query_starts,
-        sample_rows=np.flatnonzero(flags & SAMPLE),
-        prompt_rows=np.flatnonzero(flags & PROMPT_LOGPROBS),
     )
 
 
-def _ids(section: Section, state: SlotState, slots: Tensor) -> Tensor:
-    """Known ids of context rows, then the last token of each generation row (drafts are filled in by the drafter)."""
-    assert not section.num_drafts.any(), "drafts need a drafter; this engine has none"
-    known = as_device(section.ids, state.device).long()
-    return torch.cat([known, state.last_token[slots[section.num_context_rows :]]])
-
-
 def _group_step(
-    table: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    was_done: Tensor,
-    kv_lens: Tensor,
-    query_starts: NDArray[np.int64],
-    bounds: NDArray[np.int64],
-    section: Section,
-    block_size: int,
+    rows: Rows, table: Tensor, positions: Tensor, was_done: Tensor, kv_lens: Tensor, *, block_size: int
 ) -> AttentionStep:
-    max_kv = int(bounds.max())
-    table = table[:, : -(-max_kv // block_size)]
-    table = table.masked_fill(was_done[:, None], 0)
-    blocks = table[rows, positions // block_size]
+    table = table[:, : -(-rows.max_kv // block_size)][rows.slots].masked_fill(was_done[:, None], DUMMY_BLOCK)
+    blocks = table[rows.of_token, positions // block_size]
     return AttentionStep(
         block_size=block_size,
-        query_starts=torch.from_numpy(query_starts).to(positions.device, torch.int32),
+        query_starts=rows.query_starts.int(),
         kv_lens=kv_lens.int(),
         positions=positions,
         block_tables=table,
         write_slots=blocks.long() * block_size + positions % block_size,
-        max_query=int(section.num_tokens.max()),
-        max_kv=max_kv,
-        num_context_rows=section.num_context_rows,
+        max_query=rows.max_query,
+        max_kv=rows.max_kv,
+        num_context_rows=rows.num_context_rows,
+    )
+
+
+def _state_step(rows: Rows, positions: Tensor, was_done: Tensor, state: SlotState) -> StateStep:
+    return StateStep(
+        slots=rows.slots.masked_fill(was_done, state.dummy),
+        query_starts=rows.query_starts.int(),
+        positions=positions,
+        max_query=rows.max_query,
+        num_context_rows=rows.num_context_rows,
+    )
+
+
+def leave_out(section: Section, rows: Collection[int]) -> Section:
+    """The section without these rows."""
+    if not rows:
+        return section
+    out = np.zeros(section.num_rows, np.bool_)
+    out[list(rows)] = True
+    of_context = out[: section.num_context_rows]
+    id_is_out = np.repeat(of_context, section.num_tokens[: section.num_context_rows])
+    return replace(
+        section,
+        slot=section.slot[~out],
+        num_tokens=section.num_tokens[~out],
+        start=section.start[~out],
+        num_drafts=section.num_drafts[~out],
+        tree=section.tree[~out],
+        flags=section.flags[~out],
+        num_context_rows=int((~of_context).sum()),
+        ids=section.ids[~id_is_out],
+        next_ids=section.next_ids[~of_context],
+    )
+
+
+def put_back(result: SectionResult, errors: Mapping[int, str]) -> SectionResult:
+    """The result of all rows of a section, from that of a section without these rows, which failed."""
+    if not errors:
+        return result
+    num_rows = len(result.num_accepted) + len(errors)
+    kept = np.delete(np.arange(num_rows), list(errors))
+    accepted = np.zeros(num_rows, np.int32)
+    accepted[kept] = result.num_accepted
+    return SectionResult(
+        accepted,
+        result.tokens,
+        {int(kept[row]): value for row, value in result.logprobs.items()},
+        {int(kept[row]): value for row, value in result.prompt_logprobs.items()},
+        {int(kept[row]): value for row, value in result.logits.items()},
+        {int(kept[row]): value for row, value in result.errors.items()} | dict(errors),
     )

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace import plugins
-from headrace.hub.config import text_config
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.port import Model
@@ -18,21 +17,8 @@ def build_model(config: Mapping[str, Any], factory: LayerFactory) -> Model:
     Raises:
         ValueError: an architecture without a file in the models room, or a config that it can't be built from.
     """
-    refuse_quantised(config)
     hf_config = HfConfig(config)
     return find_architecture(hf_config.model_type if "model_type" in hf_config else None)(hf_config, factory)
-
-
-def refuse_quantised(config: Mapping[str, Any]) -> None:
-    """Weights that are stored in a quantised form must not be taken for plain ones."""
-    for part in (config, text_config(config)):
-        quantised = part.get("quantization_config")
-        if quantised is not None:
-            method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
-            raise ValueError(
-                f"config.json: quantization_config ({method}): such quantised checkpoints are not available yet:"
-                " use an unquantised one or a GGUF file"
-            )
 
 
 def find_architecture(model_type: str | None) -> Any:

@@ -38,3 +38,21 @@ def compute_dtype(wanted: str, config: Mapping[str, Any], device: torch.device) 
     if device.type != "cpu" or stored == torch.float32:
         return stored
     return torch.bfloat16 if can_pack() or CPU_BF16_FLAGS & processor_features() else torch.float32
+
+
+def kv_cache_dtype(wanted: str, compute: torch.dtype, device: torch.device, *, is_kv_fp8: bool) -> torch.dtype:
+    """Dtype of the KV cache.
+
+    Args:
+        wanted: `kv_cache_config.dtype`; `auto` is the checkpoint's wish on a GPU, the model's dtype elsewhere.
+        is_kv_fp8: the checkpoint's wish.
+
+    Raises:
+        ValueError: an FP8 cache without a GPU.
+    """
+    is_fp8 = wanted in ("fp8", "float8_e4m3fn")
+    if is_fp8 and device.type != "cuda":
+        raise ValueError("kv_cache_config.dtype: fp8 needs a GPU: use auto")
+    if is_fp8 or (wanted == "auto" and is_kv_fp8 and device.type == "cuda"):
+        return torch.float8_e4m3fn
+    return compute if wanted == "auto" else dtype_named(wanted)

@@ -1,8 +1,8 @@
 """One rank behind the engine port: a worker thread that runs the plans in order.
 
 `submit` hands a plan to the worker and returns; `collect` waits for the oldest result. All device
-work, loading included, happens on the worker, so there is one thread with one OpenMP team (on a CPU)
-or one current stream (on a GPU).
+work, loading included, begins on the worker, so there is one thread with one OpenMP team (on a CPU)
+or one current stream (on a GPU). The worker doesn't wait for a GPU: it queues the next plan behind the last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.engine.rank import Rank
 from headrace.hub.source import ModelSource
 from headrace.kernels import _native
 from headrace.layers.parallel import Gloo, ParallelContext
-from headrace.seam import EngineFacts, StepPlan, StepResult
+from headrace.seam import EngineFacts, PoolSizes, StepPlan, StepResult
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Engine:
         self._place = (rank, size)
         self._init_method = init_method
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Callable[[], StepResult] | BaseException] = queue.SimpleQueue()
         self._rank: Rank | None = None
         self._worker = threading.Thread(target=self._work, name=f"headrace-engine-{rank}", daemon=True)
         self._worker.start()
@@ -90,10 +90,10 @@ class Engine:
 
         return self._call(load)
 
-    def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
+    def allocate(self, sizes: PoolSizes) -> None:
         assert self._rank is not None, "open comes first"
         loaded = self._rank
-        self._call(lambda: loaded.allocate(num_blocks, num_slots))
+        self._call(lambda: loaded.allocate(sizes))
 
     def submit(self, plan: StepPlan) -> None:
         loaded = self._rank
@@ -101,7 +101,7 @@ class Engine:
 
         def step() -> None:
             try:
-                self._results.put(loaded.run(plan))
+                self._results.put(loaded.queue(plan))
             except BaseException as error:  # handed to whoever collects
                 self._results.put(error)
 
@@ -111,13 +111,13 @@ class Engine:
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result
-        return result
+        return result()
 
     def close(self) -> None:
         self._jobs.put(None)
         self._worker.join(CLOSE_TIMEOUT_S)
         if self._rank is not None:
-            self._rank.parallel.collectives.close()
+            self._rank.close()
             self._rank = None
 
     # ---- the worker --------------------------------------------------------------------------

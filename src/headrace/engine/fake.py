@@ -1,22 +1,36 @@
 """A fake engine: the port without a model, for simulation, host-cost benchmarks and server tests. No torch.
 
-Its "KV" is a number per position, a hash of the token and of the slot's seed, and its "logits" are a hash
-of everything the block table leads to. So a wrong block, a foreign prefix, a lost copy or a swapped
-row changes the tokens that come out, and `reference` says what should have come.
-It withholds work until `collect`, runs copies late and out of order over poisoned destinations,
-and accepts a random number of drafts.
+It obeys the whole seam over the made-up model of `fake_memory`, where every token depends on everything that was
+read: a wrong block, a foreign prefix, a lost copy, a wrong snapshot or a swapped row changes the tokens that come
+out, and `reference` says what should have come. It withholds work until `collect`, does copies late and out of order
+over poisoned destinations, transfers at any later time, and accepts a random number of drafts.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace.engine.fake_memory import (
+    POISON,
+    Disk,
+    Memory,
+    Place,
+    entry_of,
+    full_group,
+    hidden_of,
+    in_reach,
+    next_token,
+    reference,
+    state_of,
+    token_key,
+)
 from headrace.seam import (
+    DEVICE,
     DUMMY_BLOCK,
     FROM_DEVICE,
     HOST_TOKEN,
@@ -24,6 +38,7 @@ from headrace.seam import (
     SAMPLE,
     EngineFacts,
     GroupSpec,
+    PoolSizes,
     RowLogprobs,
     Section,
     SectionResult,
@@ -32,119 +47,116 @@ from headrace.seam import (
     StepResult,
     ints,
 )
+from headrace.types import MediaSpan
 
-POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
-_M1 = np.uint64(0xBF58476D1CE4E5B9)
-_M2 = np.uint64(0x94D049BB133111EB)
-_POSITIONS = np.arange(1 << 16, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-
-
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014), element-wise."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * _M1
-        values = (values ^ (values >> np.uint64(27))) * _M2
-        return values ^ (values >> np.uint64(31))
-
-
-def entries(tokens: NDArray[np.int64], seed: int, start: int) -> NDArray[np.uint64]:
-    """The fake KV of `tokens` from position `start`."""
-    with np.errstate(over="ignore"):
-        keyed = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & (2**64 - 1))
-        return mix(keyed + _POSITIONS[start : start + len(tokens)])
-
-
-def next_token(kv: NDArray[np.uint64], vocab_size: int) -> int:
-    """What follows a context whose KV is `kv`."""
-    with np.errstate(over="ignore"):
-        total = mix(np.cumsum(kv)[-1:] if len(kv) else kv)[0]
-    return int(total % np.uint64(vocab_size))
-
-
-def reference(prompt: list[int], count: int, *, vocab_size: int, seed: int = 0) -> list[int]:
-    """The tokens that a request must get, from the definition."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(entries(np.asarray(tokens, np.int64), seed, 0), vocab_size))
-    return tokens[len(prompt) :]
+__all__ = ["FakeEngine", "reference"]
 
 
 @dataclass(slots=True)
 class Slot:
     init: SlotInit
+    states: list[tuple[int, int]]
+    """By group: (recurrent state, tokens it has seen); unused for attention groups."""
+    tables: list[dict[int, int]]
+    """By group: index -> block."""
+    media: Sequence[MediaSpan] = ()
     last_token: int = -1
     num_tokens: int = 0
     """Tokens whose KV is in the cache."""
     done: bool = False
-    table: dict[int, dict[int, int]] = field(default_factory=dict)  # group -> index -> block
+    host_chosen: bool = False
+    """A beam: the host drops its table without a word."""
 
 
 @dataclass(slots=True)
 class Rank:
     """The state of one section."""
 
-    pools: list[NDArray[np.uint64]]
-    slots: dict[int, Slot] = field(default_factory=dict)
-    pending: list[tuple[int, int, int, int]] = field(default_factory=list)  # (id, group, source, destination)
-    tables: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)  # slot -> group -> index -> block
+    memory: Memory
+    slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
 
 
 class FakeEngine:
-    """Implements `seam.EnginePort`. `seed` drives acceptance, lateness and injected row errors."""
+    """Implements `seam.EnginePort`. `seed` drives acceptance, lateness, failures and injected row errors.
+
+    Args:
+        groups: layer groups; one of full attention by default.
+        lateness: chance that what could be done or reported now waits for a later result.
+        failure_rate: chance that a transfer fails.
+        disks: by section, what an earlier engine left on disk.
+    """
+
+    memory_class = Memory
 
     def __init__(
         self,
         *,
         vocab_size: int = 1000,
-        num_groups: int = 1,
+        groups: Sequence[GroupSpec] = (),
         num_sections: int = 1,
         tokens_per_block: int = 4,
         seed: int = 0,
         error_rate: float = 0.0,
+        failure_rate: float = 0.0,
+        lateness: float = 0.6,
         max_position: int = 4096,
         free_bytes: int = 1 << 30,
+        disks: Sequence[Disk] = (),
     ) -> None:
+        self.facts = EngineFacts(
+            model_type="fake",
+            vocab_size=vocab_size,
+            num_valid_ids=vocab_size,
+            max_position=max_position,
+            groups=tuple(groups) or (full_group(),),
+            weight_bytes=0,
+            activation_bytes=0,
+            free_bytes=free_bytes,
+            device="none",
+            num_sections=num_sections,
+            fingerprint="fake",
+        )
+        self.groups = self.facts.groups
         self.vocab_size = vocab_size
         self.tokens_per_block = tokens_per_block
         self.error_rate = error_rate
-        self.num_groups = num_groups
-        self.num_sections = num_sections
-        self._random = random.Random(seed)
-        self._max_position = max_position
-        self._free_bytes = free_bytes
-        self._queue: deque[StepPlan] = deque()
+        self.failure_rate = failure_rate
+        self.lateness = lateness
+        self.disks = list(disks) or [Disk() for _ in range(num_sections)]
+        self.media: dict[int, Sequence[MediaSpan]] = {}
+        """By request id, what an encoder would have made of its prompt."""
         self.ranks: list[Rank] = []
-        self._finished: list[int] = []
+        self._random = random.Random(seed)
+        self._queue: deque[tuple[StepPlan, list[dict[Place, int]]]] = deque()
 
     def open(self) -> EngineFacts:
-        groups = tuple(GroupSpec((group,), 1, 1, "uint64", bytes_per_token=8) for group in range(self.num_groups))
-        return EngineFacts(
-            model_type="fake",
-            vocab_size=self.vocab_size,
-            num_valid_ids=self.vocab_size,
-            max_position=self._max_position,
-            groups=groups,
-            weight_bytes=0,
-            activation_bytes=0,
-            free_bytes=self._free_bytes,
-            device="none",
-            num_sections=self.num_sections,
-        )
+        return self.facts
 
-    def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
+    def allocate(self, sizes: PoolSizes) -> None:
         self.ranks = [
-            Rank([np.full((count, self.tokens_per_block), POISON) for count in num_blocks])
-            for _ in range(self.num_sections)
+            Rank(self.memory_class(self.groups, sizes, disk, tokens_per_block=self.tokens_per_block))
+            for disk in self.disks
         ]
 
     def submit(self, plan: StepPlan) -> None:
-        self._queue.append(plan)
+        busy = [
+            rank.memory.promise(section.copies, section.transfers)
+            for rank, section in zip(self.ranks, plan.sections, strict=True)
+        ]
+        self._queue.append((plan, busy))
 
     def collect(self) -> StepResult:
-        plan = self._queue.popleft()
-        self._finished = []
-        results = tuple(self._run(rank, section) for rank, section in zip(self.ranks, plan.sections, strict=True))
-        return StepResult(plan.step, results, finished_copies=ints(self._finished))
+        plan, busy = self._queue.popleft()
+        done: list[int] = []
+        failed: list[int] = []
+        results: list[SectionResult] = []
+        for rank, section, places in zip(self.ranks, plan.sections, busy, strict=True):
+            rank.memory.busy = places
+            results.append(self._run(rank, section))
+            more = rank.memory.advance(self._random, lateness=self.lateness, failure_rate=self.failure_rate)
+            done += more[0]
+            failed += more[1]
+        return StepResult(plan.step, tuple(results), finished_copies=ints(done), failed_copies=ints(failed))
 
     def close(self) -> None:
         self._queue.clear()
@@ -154,37 +166,38 @@ class FakeEngine:
     def _run(self, rank: Rank, section: Section) -> SectionResult:
         for slot in section.freed_slots.tolist():
             rank.slots.pop(slot, None)
-            rank.tables.pop(slot, None)
         for init in section.inits:
-            rank.slots[init.slot] = Slot(init)
-            rank.tables[init.slot] = {}
+            tables: list[dict[int, int]] = [{} for _ in self.groups]
+            media = self.media.get(init.request_id, ())
+            rank.slots[init.slot] = Slot(init, [(0, 0)] * len(self.groups), tables, media)
         for group, triples in enumerate(section.blocks):
             for slot, index, block in triples.tolist():
-                rank.tables.setdefault(slot, {}).setdefault(group, {})[index] = block
-        for copy_id, group, _, source, _, destination in section.copies.tolist():
-            self._finish_for(rank, group, {source, destination})
-            rank.pools[group][destination] = POISON
-            rank.pending.append((copy_id, group, source, destination))
-        self._finish_some(rank)
-        return self._rows(rank, section)
+                rank.slots[slot].tables[group][index] = block
+        rank.memory.begin(section.copies, section.transfers)
+        for group, block, slot in section.restores.tolist():
+            self.restore(rank, rank.slots[slot], group, block)
+        result = self._rows(rank, section)
+        for group, slot, block in section.saves.tolist():
+            self._use(rank, [(DEVICE, group, block)], write=True)
+            rank.memory.tiers[DEVICE][group][block] = np.asarray(rank.slots[slot].states[group], np.uint64)
+        return result
 
-    def _finish_for(self, rank: Rank, group: int, blocks: set[int]) -> None:
-        """Run pending copies that someone is about to read from or write to."""
-        for copy in [c for c in rank.pending if c[1] == group and (c[3] in blocks)]:
-            self._finish(rank, copy)
+    def restore(self, rank: Rank, slot: Slot, group: int, block: int) -> None:
+        assert self.groups[group].is_recurrent and not slot.num_tokens, "only a new slot's state is restored"
+        self._use(rank, [(DEVICE, group, block)], write=False)
+        state, num_tokens = rank.memory.tiers[DEVICE][group][block].tolist()
+        slot.states[group] = state, num_tokens
 
-    def _finish_some(self, rank: Rank) -> None:
-        for copy in self._random.sample(rank.pending, len(rank.pending)):
-            if self._random.random() < 0.3 and copy in rank.pending:
-                self._finish(rank, copy)
-
-    def _finish(self, rank: Rank, copy: tuple[int, int, int, int]) -> None:
-        copy_id, group, source, destination = copy
-        rank.pending.remove(copy)
-        for earlier in [c for c in rank.pending if c[1] == group and c[3] == source]:
-            self._finish(rank, earlier)
-        rank.pools[group][destination] = rank.pools[group][source]
-        self._finished.append(copy_id)
+    def _use(self, rank: Rank, places: Sequence[Place], *, write: bool) -> None:
+        """Someone is about to read or write: what is ordered before happens now."""
+        memory = rank.memory
+        for place in places:
+            assert place[2] != DUMMY_BLOCK, f"group {place[1]}: the dummy block is used"
+            memory.check_free(place, write=write)
+            if write:
+                memory.before_write(place)
+            else:
+                memory.before_read(place)
 
     def _rows(self, rank: Rank, section: Section) -> SectionResult:
         accepted: list[int] = []
@@ -226,28 +239,27 @@ class FakeEngine:
     def _row(self, rank: Rank, slot: Slot, section: Section, row: int, ids: list[int]) -> list[int]:
         start, flags = int(section.start[row]), int(section.flags[row])
         drafts = int(section.num_drafts[row])
+        if slot.done:
+            return []
         if start == FROM_DEVICE:
-            if slot.done:
-                return []
             ids, start = [slot.last_token], slot.num_tokens
-        self._write(rank, slot, ids, start)
-        slot.num_tokens = start + len(ids)
+        hidden = self.compute(rank, slot, ids, start)
         if not flags & SAMPLE:
             return []
-        new = [self._choose(rank, slot)]
+        new = [self._choose(slot, hidden)]
         if flags & HOST_TOKEN:
+            slot.host_chosen = True
             return new
         self._take(slot, new[0])
         accept = self._random.randint(0, drafts)
         for at in range(drafts):
             if at >= accept or slot.done:
                 # A rejected draft leaves its KV behind, past what counts.
-                limit = min(slot.num_tokens + drafts - at, slot.init.max_len) - slot.num_tokens
-                self._write(rank, slot, [self.vocab_size + 7] * max(limit, 0), slot.num_tokens)
+                limit = min(slot.num_tokens + drafts - at, slot.init.max_len)
+                self._write(rank, slot, slot.num_tokens, [[POISON] * (limit - slot.num_tokens)] * len(self.groups))
                 break
-            self._write(rank, slot, [new[-1]], slot.num_tokens)
-            slot.num_tokens += 1
-            new.append(self._choose(rank, slot))
+            hidden = self.compute(rank, slot, [new[-1]], slot.num_tokens)
+            new.append(self._choose(slot, hidden))
             self._take(slot, new[-1])
         return new
 
@@ -257,35 +269,101 @@ class FakeEngine:
         length = slot.num_tokens + 1
         slot.done = (token in init.stop_ids and length > init.min_len) or length >= init.max_len
 
-    def _choose(self, rank: Rank, slot: Slot) -> int:
-        token = next_token(self._read(rank, slot), self.vocab_size)
+    def _choose(self, slot: Slot, hidden: int) -> int:
+        token = next_token(hidden, self.vocab_size)
         init = slot.init
         if slot.num_tokens + 1 <= init.min_len:
             while token in init.stop_ids:
                 token = (token + 1) % self.vocab_size
         return token
 
-    def _write(self, rank: Rank, slot: Slot, ids: list[int], start: int) -> None:
-        values = entries(np.asarray(ids, np.int64), slot.init.sampling.seed, start)
-        for group, pool in enumerate(rank.pools):
-            table = rank.tables[slot.init.slot].get(group, {})
-            for at, value in enumerate(values.tolist(), start):
-                index, inside = divmod(at, self.tokens_per_block)
-                block = table.get(index, DUMMY_BLOCK)
-                assert block != DUMMY_BLOCK, f"position {at} of slot {slot.init.slot} has no block"
-                self._finish_for(rank, group, {block})
-                pool[block, inside] = np.uint64(value)
+    # ---- the made-up model over blocks -------------------------------------------------------
 
-    def _read(self, rank: Rank, slot: Slot) -> NDArray[np.uint64]:
-        """The context's KV through the block tables; every group must hold the same."""
-        length = slot.num_tokens
-        out: NDArray[np.uint64] | None = None
-        for group, pool in enumerate(rank.pools):
-            table = rank.tables[slot.init.slot].get(group, {})
-            blocks = [table.get(index, DUMMY_BLOCK) for index in range(-(-length // self.tokens_per_block))]
-            self._finish_for(rank, group, set(blocks))
-            kv = pool[blocks].reshape(-1)[:length]
-            assert out is None or (kv == out).all(), f"groups disagree about slot {slot.init.slot}"
-            out = kv
-        assert out is not None
-        return out
+    def compute(self, rank: Rank, slot: Slot, ids: Sequence[int], start: int) -> int:
+        """Writes the entries of `ids` from position `start` -> the last one's `hidden`."""
+        groups = self.groups
+        reads = [self._gather(rank, slot, group, start) for group in range(len(groups))]
+        written: list[list[int]] = [[] for _ in groups]
+        hidden = 0
+        for position, token in enumerate(ids, start):
+            key = token_key(token, position, slot.init.sampling.seed, slot.media)
+            hidden = hidden_of(key, [each.total for each in reads])
+            for group, each in enumerate(reads):
+                if each.spec.is_recurrent:
+                    each.total = state_of(hidden, group, each.total)
+                else:
+                    entry = entry_of(hidden, group)
+                    written[group].append(entry)
+                    each.add(position, entry)
+        self._write(rank, slot, start, written)
+        slot.num_tokens = start + len(ids)
+        for group, each in enumerate(reads):
+            if each.spec.is_recurrent:
+                slot.states[group] = each.total, slot.num_tokens
+        return hidden
+
+    def _gather(self, rank: Rank, slot: Slot, group: int, position: int) -> Reads:
+        """What the query at `position` reads."""
+        spec = self.groups[group]
+        if spec.is_recurrent:
+            state, seen = slot.states[group]
+            assert seen == position, f"slot {slot.init.slot}: a state after {seen} tokens is read at {position}"
+            return Reads(spec, state, {})
+        size, table = self.tokens_per_block, slot.tables[group]
+        if spec.window is None:
+            indices = list(range(-(-position // size)))
+        else:
+            indices = list(dict.fromkeys(at // size for at in in_reach(spec, position)))
+        blocks = [table.get(index, DUMMY_BLOCK) for index in indices]
+        self._use(rank, [(DEVICE, group, block) for block in blocks], write=False)
+        entries = rank.memory.tiers[DEVICE][group][blocks]
+        if spec.window is None:
+            return Reads(spec, int(entries.reshape(-1)[:position].sum()), {})
+        rows = dict(zip(indices, entries.tolist()))
+        values = {at: rows[at // size][at % size] for at in in_reach(spec, position)}
+        return Reads(spec, sum(values.values()), values)
+
+    def _write(self, rank: Rank, slot: Slot, start: int, values: Sequence[Sequence[int]]) -> None:
+        """`values`: entries from position `start` on, by group; unused for recurrent groups."""
+        size = self.tokens_per_block
+        for group, entries in enumerate(values):
+            if self.groups[group].is_recurrent or not entries:
+                continue
+            pool, table = rank.memory.tiers[DEVICE][group], slot.tables[group]
+            for index in range(start // size, (start + len(entries) - 1) // size + 1):
+                block = table.get(index, DUMMY_BLOCK)
+                self._use(rank, [(DEVICE, group, block)], write=True)
+                self._check_alone(rank, slot, group, index, block)
+                first, end = max(start, index * size), min(start + len(entries), (index + 1) * size)
+                part = np.asarray(entries[first - start : end - start], np.uint64)
+                pool[block, first - index * size : end - index * size] = part
+
+    def _check_alone(self, rank: Rank, slot: Slot, group: int, index: int, block: int) -> None:
+        """Nobody else reads a block that is being written. Sharers have it at the same index."""
+        for other in rank.slots.values():
+            if other is slot or other.done or other.host_chosen:
+                continue
+            if other.tables[group].get(index) == block:
+                reach = {at // self.tokens_per_block for at in in_reach(self.groups[group], other.num_tokens)}
+                number, holder = slot.init.slot, other.init.slot
+                assert index not in reach, f"group {group}: slot {number} writes block {block} of slot {holder}"
+
+
+class Reads:
+    """The running sum of what a group's next query reads, or the running state of a recurrent group."""
+
+    def __init__(self, spec: GroupSpec, total: int, values: dict[int, int]) -> None:
+        """values: by position, the entries that a window group may soon lose from reach."""
+        self.spec = spec
+        self.total = total
+        self.values = values
+
+    def add(self, position: int, entry: int) -> None:
+        self.total += entry
+        window = self.spec.window
+        if window is None:
+            return
+        self.values[position] = entry
+        gone = position + 1 - window
+        if gone >= self.spec.sink_tokens:
+            self.total -= self.values.pop(gone)

@@ -3,29 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.layers.port import Layer
+from headrace.attention.port import AttentionSpec
+from headrace.config.kv import KvCacheConfig, window_of
+from headrace.layers.port import Layer, RecurrentLayer
 from headrace.seam import GroupSpec
 
 
-def group_layers(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[GroupSpec, ...]:
-    """Groups in the order of their first layer; heads and bytes are this rank's. dtype: of the KV cache."""
-    found: dict[tuple[int, int, int | None], list[int]] = {}
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back layers see, as configured."""
+
+    windows: tuple[int, ...] = ()
+    """By layer, repeated; () leaves each layer its own."""
+    longest: int = 0
+    """Of a sequence: a window that holds all of it is none."""
+    sink_tokens: int = 0
+    """First tokens that layers with a window see beside it."""
+
+    def of(self, layer: int, spec: AttentionSpec) -> AttentionSpec:
+        """A layer's attention under these limits."""
+        window = window_of(layer, spec.window, windows=self.windows, longest=self.longest)
+        if window is None or (window, self.sink_tokens) == (spec.window, 0):
+            return spec
+        return replace(spec, window=window, sink_tokens=self.sink_tokens)
+
+
+WHOLE = Reach()
+
+
+def configured_reach(kv: KvCacheConfig, *, longest: int) -> Reach:
+    """longest: tokens of the longest sequence, as configured or the model's."""
+    return Reach(tuple(kv.max_attention_window or ()), longest, kv.sink_token_length or 0)
+
+
+def group_layers(
+    layers: Sequence[Layer | RecurrentLayer], dtype: torch.dtype, *, reach: Reach = WHOLE
+) -> tuple[GroupSpec, ...]:
+    """Groups in the order of their first layer; heads and bytes are this rank's. All recurrent layers are one group.
+
+    Args:
+        dtype: of the KV cache.
+    """
+    found: dict[tuple[int, int, int | None, int] | None, list[int]] = {}
     for index, layer in enumerate(layers):
-        key = (layer.spec.num_kv_heads, layer.spec.head_dim, layer.spec.window)
+        if isinstance(layer, RecurrentLayer):
+            found.setdefault(None, []).append(index)
+            continue
+        spec = reach.of(index, layer.spec)
+        key = (spec.num_kv_heads, spec.head_dim, spec.window, spec.sink_tokens)
         found.setdefault(key, []).append(index)
     return tuple(
-        GroupSpec(
-            layers=tuple(members),
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype_name(dtype),
-            window=window,
-            bytes_per_token=2 * len(members) * num_kv_heads * head_dim * dtype.itemsize,
-        )
-        for (num_kv_heads, head_dim, window), members in found.items()
+        _recurrent(layers, members) if key is None else _attention(key, members, dtype)
+        for key, members in found.items()
+    )
+
+
+def _attention(key: tuple[int, int, int | None, int], members: Sequence[int], dtype: torch.dtype) -> GroupSpec:
+    num_kv_heads, head_dim, window, sink_tokens = key
+    return GroupSpec(
+        layers=tuple(members),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype_name(dtype),
+        window=window,
+        bytes_per_token=2 * len(members) * num_kv_heads * head_dim * dtype.itemsize,
+        sink_tokens=sink_tokens,
+    )
+
+
+def _recurrent(layers: Sequence[Layer | RecurrentLayer], members: Sequence[int]) -> GroupSpec:
+    from headrace.engine.states import state_bytes, state_specs  # which needs the dtypes of this module
+
+    specs = state_specs(layers)
+    return GroupSpec(
+        layers=tuple(members),
+        num_kv_heads=0,
+        head_dim=0,
+        dtype=dtype_name(specs[members[0]].dtypes[-1]),
+        state_bytes=state_bytes(specs[index] for index in members),
     )
 
 

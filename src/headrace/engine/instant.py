@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from headrace.seam import SAMPLE, EngineFacts, GroupSpec, Section, SectionResult, StepPlan, StepResult
+from headrace.seam import SAMPLE, EngineFacts, GroupSpec, PoolSizes, Section, SectionResult, StepPlan, StepResult
 
 
 class InstantEngine:
@@ -34,11 +34,13 @@ class InstantEngine:
             device="none",
         )
 
-    def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
+    def allocate(self, sizes: PoolSizes) -> None:
         pass
 
     def submit(self, plan: StepPlan) -> None:
-        self._results.append(StepResult(plan.step, tuple(self._answer(plan.step, each) for each in plan.sections)))
+        answers = tuple(self._answer(plan.step, each) for each in plan.sections)
+        moved = [ids[:, 0] for each in plan.sections for ids in (each.copies, each.transfers)]
+        self._results.append(StepResult(plan.step, answers, finished_copies=np.concatenate(moved)))
 
     def _answer(self, step: int, section: Section) -> SectionResult:
         accepted = (section.flags & SAMPLE).astype(np.int32)

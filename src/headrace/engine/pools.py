@@ -1,4 +1,9 @@
-"""The paged KV tensors of one rank: a pool of blocks for each layer group."""
+"""The paged KV tensors of one rank: an arena of blocks for each layer group.
+
+A block's bytes lie in one piece: K, then V, of each of its group's layers in turn, or one snapshot of all recurrent
+states. So a block moves between tiers as one copy. What a layer sees is a view in the backend's layout whose blocks
+are a whole block of the group apart.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,13 @@ from headrace.attention.port import AttentionBackend, LayerCache
 from headrace.engine.groups import dtype_named
 from headrace.seam import GroupSpec
 
+MAX_GATHER_BYTES = 64 << 20
+"""Most that copies within a pool hold in between."""
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 
 class KvPools:
-    """K and V of every layer, in the backend's layout, zeroed. Which block holds what is the control half's affair."""
+    """Blocks of every layer, zeroed. Which block holds what is the control half's affair."""
 
     def __init__(
         self,
@@ -34,32 +43,66 @@ class KvPools:
         assert len(groups) == len(num_blocks), (groups, num_blocks)
         self.groups = tuple(groups)
         self.block_size = block_size
-        self._backend = backend
+        self.arenas: list[Tensor] = []
+        """By group, uint8 [blocks, bytes of a block]."""
         self._caches: dict[int, LayerCache] = {}
         for group, blocks in zip(groups, num_blocks):
+            if group.is_recurrent:
+                self.arenas.append(zeroed((blocks, group.state_bytes), torch.uint8, torch.device(device)))
+                continue
             shape = backend.kv_shape(blocks, block_size, group.num_kv_heads, group.head_dim)
-            for layer in group.layers:
-                k, v = (_zeros(shape, dtype_named(group.dtype), torch.device(device)) for _ in range(2))
-                self._caches[layer] = LayerCache(k, v)
+            assert shape[0] == blocks, "a backend's layout has blocks first"
+            whole = (blocks, len(group.layers), 2, *shape[1:])
+            arena = zeroed(whole, dtype_named(group.dtype), torch.device(device))
+            self.arenas.append(arena.view(torch.uint8).view(blocks, -1))
+            self._caches |= {
+                layer: LayerCache(arena[:, at, 0], arena[:, at, 1]) for at, layer in enumerate(group.layers)
+            }
 
     @property
     def num_layers(self) -> int:
+        """With K and V."""
         return len(self._caches)
 
     @property
     def size_bytes(self) -> int:
-        return sum(cache.k.nbytes + cache.v.nbytes for cache in self._caches.values())
+        return sum(arena.nbytes for arena in self.arenas)
 
     def layer(self, index: int) -> LayerCache:
+        """[blocks, ...] of the backend's `kv_shape`; one block is contiguous, neighbours are apart."""
         return self._caches[index]
 
     def copy(self, group: int, source: Tensor, destination: Tensor) -> None:
-        """Copy whole blocks in all layers of a group; ids are int64 [n], destinations distinct."""
-        for layer in self.groups[group].layers:
-            self._backend.copy_blocks(self._caches[layer], source, destination)
+        """Copy whole blocks in all layers of a group; ids are int64 [n], destinations distinct.
+
+        All sources of up to MAX_GATHER_BYTES are read before a destination is written.
+        """
+        copy_rows(self.arenas[group], source, self.arenas[group], destination)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def copy_rows(source: Tensor, source_rows: Tensor, destination: Tensor, destination_rows: Tensor) -> None:
+    """destination[destination_rows] = source[source_rows], of uint8 [n, bytes] on one device; rows are int64."""
+    source, destination = in_words(source), in_words(destination)
+    count = max(1, MAX_GATHER_BYTES // (source.shape[1] * source.itemsize))
+    for some, others in zip(source_rows.split(count), destination_rows.split(count)):
+        destination.index_copy_(0, others, source.index_select(0, some))
+
+
+def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [n] on the device. Pinned on its way there: otherwise the upload would wait for the steps before it."""
+    is_cuda = device.type == "cuda"
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
+
+
+def in_words(rows: Tensor) -> Tensor:
+    """uint8 [n, bytes] as the widest integers that fit: devices move words, not bytes."""
+    for dtype in WORDS:
+        if rows.shape[1] % dtype.itemsize == 0:
+            return rows.view(dtype)
+    raise AssertionError("bytes always fit")
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeroed memory. On a CPU the system hands out its zero pages on first touch, where torch would write them all."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headrace import plugins
+from headrace.config.kernels import DecodeCudaGraphConfig
 from headrace.config.llm_args import LlmArgs
-from headrace.engine.batch import Batch, build_batch
+from headrace.engine.batch import leave_out, put_back
 from headrace.engine.build import build_model, known_model_types
-from headrace.engine.device import compute_dtype, pick_device
-from headrace.engine.groups import dtype_named, group_layers
+from headrace.engine.copies import copy_bytes_per_s
+from headrace.engine.device import compute_dtype, kv_cache_dtype, pick_device
+from headrace.engine.fingerprint import fingerprint
+from headrace.engine.groups import configured_reach, group_layers
 from headrace.engine.memory import check_room, free_bytes
-from headrace.engine.pools import KvPools
 from headrace.engine.runner import Runner
 from headrace.engine.slots import SlotState
+from headrace.engine.states import state_specs
+from headrace.engine.step import Outcome, Stepper
+from headrace.engine.tiers import Memory
 from headrace.engine.weights import load_weights
-from headrace.hub.config import read_config, text_config
+from headrace.hub.config import read_config, read_quant_config, text_config
+from headrace.hub.shape import activation_bytes
 from headrace.hub.source import ModelSource
 from headrace.kernels import _native
 from headrace.layers.factory import LayerFactory
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Model
+from headrace.layers.recipes import read_recipes
 from headrace.log import phase
-from headrace.quant.none import Dense
-from headrace.sampling.logprobs import prompt_logprobs
-from headrace.sampling.sampler import Sampled, Sampler
-from headrace.seam import EngineFacts, RowLogprobs, Section, SectionResult, SlotInit, StepPlan, StepResult, ints
+from headrace.sampling.sampler import Sampler
+from headrace.seam import (
+    EngineFacts,
+    PoolSizes,
+    Section,
+    SectionResult,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    ints,
+)
 
 log = logging.getLogger("headrace.engine")
-
-NO_NUMBERS = "the model computed no numbers (NaN): its weights are damaged, or float16 is too small; try dtype bfloat16"
 
 
 class Rank:
@@ -46,20 +59,27 @@ class Rank:
     ) -> None:
         self.args = args
         self.parallel = parallel
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(parallel.collectives.close)
         self.device = pick_device(parallel.rank)
         config = read_config(source, model_kwargs=args.model_kwargs, known_model_types=known_model_types())
         dtype = compute_dtype(args.dtype, config, self.device)
-        recipe = Dense()
-        max_len = args.max_seq_len if isinstance(args.max_seq_len, int) else None
-        factory = LayerFactory(
-            dtype=dtype, recipe=lambda _: recipe, device=self.device, parallel=parallel, max_len=max_len
+        recipes = read_recipes(
+            text_config(config),
+            hf_quant_config=read_quant_config(source),
+            force_dynamic=args.force_dynamic_quantization,
         )
+        max_len = args.max_seq_len if isinstance(args.max_seq_len, int) else None
+        factory = LayerFactory(dtype=dtype, recipe=recipes, device=self.device, parallel=parallel, max_len=max_len)
         self.model: Model = build_model(config, factory)
+        kv = args.kv_cache_config
+        kv_dtype = kv_cache_dtype(kv.dtype, dtype, self.device, is_kv_fp8=recipes.is_kv_fp8)
+        self.reach = configured_reach(kv, longest=max_len or self.model.max_position)
+        self.groups = group_layers(self.model.layers, kv_dtype, reach=self.reach)
+        kv.check_groups(len(self.groups))
         check_room(self.model.weight_map().weight_bytes, self.device)
         with phase("loading weights"):
             report = load_weights(self.model, source, load_format=args.load_format.value, progress=parallel.rank == 0)
-        kv_dtype = dtype if args.kv_cache_config.dtype == "auto" else dtype_named(args.kv_cache_config.dtype)
-        self.groups = group_layers(self.model.layers, kv_dtype)
         self.backend = plugins.load("attention", _backend_name(args.attn_backend, self.device))()
         self.facts = EngineFacts(
             model_type=str(config["model_type"]),
@@ -71,6 +91,18 @@ class Rank:
             activation_bytes=self._activation_bytes(args.max_num_tokens, config, dtype),
             free_bytes=free_bytes(self.device),
             device=self._device_name(),
+            fingerprint=fingerprint(
+                config,
+                source,
+                self.groups,
+                load_format=args.load_format.value,
+                dtype=str(dtype),
+                tokens_per_block=args.kv_cache_config.tokens_per_block,
+                num_ranks=parallel.size,
+                device=self.device.type,
+                backend=type(self.backend).__name__,
+            ),
+            copy_bytes_per_s=copy_bytes_per_s(self.device),
         )
         self.block_size = args.kv_cache_config.tokens_per_block
 
@@ -81,159 +113,144 @@ class Rank:
 
     @staticmethod
     def _activation_bytes(max_num_tokens: int, config: dict[str, Any], dtype: torch.dtype) -> int:
-        """An upper bound of what one full step holds: the widest MLP's input and output, and the residual."""
         text = text_config(config)
-        width = 2 * int(text.get("intermediate_size", 0)) + 6 * int(text.get("hidden_size", 0))
-        return max_num_tokens * width * dtype.itemsize
-
-    def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
-        pools = KvPools(self.groups, num_blocks, block_size=self.block_size, backend=self.backend, device=self.device)
-        self.pools = pools
-        self.runner = Runner(self.model, self.backend, pools)
-        # One block more than the longest sequence has: a row in flight may be past its end.
-        max_blocks = min(max(num_blocks), -(-self.model.max_position // self.block_size) + 1)
-        self.state = SlotState(num_slots, num_groups=len(self.groups), max_blocks=max_blocks, device=self.device)
-        self.inits: dict[int, SlotInit] = {}
-        self.sampler = Sampler(
-            num_slots, self.model.vocab_size, num_valid_ids=self.facts.num_valid_ids, device=self.device
+        return activation_bytes(
+            int(text.get("hidden_size", 0)),
+            int(text.get("intermediate_size", 0)),
+            max_num_tokens=max_num_tokens,
+            item_bytes=dtype.itemsize,
         )
+
+    def allocate(self, sizes: PoolSizes) -> None:
+        num_slots = sizes.num_slots
+        self.memory = Memory(
+            self.groups,
+            sizes,
+            block_size=self.block_size,
+            backend=self.backend,
+            states=state_specs(self.model.layers),
+            device=self.device,
+            fingerprint=self.facts.fingerprint,
+            rank=self.parallel.rank,
+        )
+        self._closing.callback(self.memory.close)
+        self.runner = Runner(
+            self.model, self.backend, self.memory.pools, states=self.memory.states.layers, reach=self.reach
+        )
+        max_blocks = self._max_blocks(sizes)
+        self.state = SlotState(num_slots, num_groups=len(self.groups), max_blocks=max_blocks, device=self.device)
+        self.unready: dict[int, str] = {}
+        """Slots that could not begin, with the reason, until they are given up."""
+        self.sampler = Sampler(
+            num_slots + 1, self.model.vocab_size, num_valid_ids=self.facts.num_valid_ids, device=self.device
+        )
+        self.stepper = Stepper(
+            self.runner,
+            self.state,
+            self.sampler,
+            groups=self.groups,
+            block_size=self.block_size,
+            max_len=max_blocks * self.block_size,
+            capture_sizes=self._capture_sizes(),
+        )
+
+    def _capture_sizes(self) -> list[int]:
+        graphs = self.args.cuda_graph_config
+        if self.device.type != "cuda" or not isinstance(graphs, DecodeCudaGraphConfig) or self.parallel.size > 1:
+            return []
+        return [size for size in graphs.capture_sizes() if size <= self.args.max_batch_size]
+
+    def _max_blocks(self, sizes: PoolSizes) -> int:
+        """Entries of a block table. One more than the longest sequence has: a row in flight may be past its end."""
+        longest = -(-self.model.max_position // self.block_size) + 1
+        whole = [
+            count
+            for group, count in zip(self.groups, sizes.num_blocks)
+            if group.window is None and not group.is_recurrent  # others hold less than a sequence has
+        ]
+        return min([longest, *whole])
+
+    def close(self) -> None:
+        self._closing.close()
 
     # ---- a step ------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> StepResult:
+        """Queue the step and wait for it."""
+        return self.queue(plan)()
+
+    def queue(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Hand the step to the device. -> what waits for its result; called in order, by any thread"""
         begin_s = time.perf_counter()
         section = plan.sections[0]
-        self._apply(section)
-        if not section.num_rows:
-            return StepResult(plan.step, (SectionResult(ints(), ints()),), finished_copies=section.copies[:, 0])
+        self._apply(plan.step, section)
+        errors = {row: self.unready[slot] for row, slot in enumerate(section.slot.tolist()) if slot in self.unready}
+        rows = leave_out(section, errors)
+        outcome = self._queue_rows(plan.step, rows) if rows.num_rows else _nothing
+        self.memory.end_step(section)
+        finished, failed = self.memory.reports()
+
+        def result() -> StepResult:
+            found = put_back(outcome(), errors)
+            wall_s = time.perf_counter() - begin_s
+            return StepResult(plan.step, (found,), finished_copies=finished, failed_copies=failed, forward_s=wall_s)
+
+        return result
+
+    def _queue_rows(self, step: int, section: Section) -> Outcome:
         try:
-            with torch.inference_mode():
-                batch = build_batch(section, self.state, block_size=self.block_size)
-                hidden, at = self._forward(batch)
-                forward_s = time.perf_counter() - begin_s
-                result = self._finish(section, batch, hidden, at)
+            return self.stepper.queue(section)
         except Exception as error:  # the step's rows fail, the engine goes on
             if self.parallel.size > 1:
                 raise  # the ranks are no longer at the same collective: the group has to end
-            log.exception("step %d failed", plan.step)
+            log.exception("step %d failed", step)
             self.state.fail(section.slot.tolist())
-            message = f"{type(error).__name__}: {error}"
-            rows = section.num_rows
-            failed = SectionResult(ints(np.zeros(rows)), ints(), errors=dict.fromkeys(range(rows), message))
-            return StepResult(plan.step, (failed,), finished_copies=section.copies[:, 0])
-        return StepResult(
-            plan.step,
-            (result,),
-            finished_copies=section.copies[:, 0],
-            forward_s=forward_s,
-            sample_s=time.perf_counter() - begin_s - forward_s,
-        )
+            errors = dict.fromkeys(range(section.num_rows), f"{type(error).__name__}: {error}")
+            failed = SectionResult(ints(np.zeros(section.num_rows)), ints(), errors=errors)
+            return lambda: failed
 
-    def _apply(self, section: Section) -> None:
-        """Freed slots, new slots, new blocks, copies: in this order, before any row."""
+    def _apply(self, step: int, section: Section) -> None:
+        """Freed slots, new slots, new blocks, copies: in this order, before any row.
+
+        Raises:
+            RuntimeError: what the control half and the device believe is no longer the same.
+        """
         for slot in section.freed_slots.tolist():
             self.sampler.free(slot)
-            self.inits.pop(slot, None)
+            self.stepper.inits.pop(slot, None)
+            self.unready.pop(slot, None)
         for init in section.inits:
+            self._begin(init)
+        try:
+            self.state.apply(section)
+            self.memory.begin_step(section)
+        except Exception as error:
+            raise RuntimeError(
+                f"step {step}: block tables or copies were applied in part, so nothing that follows can be trusted "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        self.state.fail(list(self.unready))
+
+    def _begin(self, init: SlotInit) -> None:
+        """A slot begins; one that can't fails its rows, not the step."""
+        self.stepper.inits[init.slot] = init
+        self.unready.pop(init.slot, None)
+        try:
             self.sampler.begin(init)
-            self.inits[init.slot] = init
-        self.state.apply(section)
-        for _, group, _, source, _, destination in section.copies.tolist():
-            self.pools.copy(group, torch.tensor([source]), torch.tensor([destination]))
+        except Exception as error:
+            if self.parallel.size > 1:
+                raise  # the other ranks may well have begun it
+            log.exception("request %d could not begin", init.request_id)
+            self.sampler.free(init.slot)
+            self.unready[init.slot] = f"{type(error).__name__}: {error}"
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, np.ndarray]:
-        """Hidden states of the last token of every row, and of all tokens where the prompt's are wanted.
 
-        -> ([wanted, hidden], index in it of each row's last token [rows])
-        """
-        last = batch.query_starts[1:] - 1
-        if not len(batch.prompt_rows):
-            wanted = last
-            at = np.arange(len(last))
-        else:
-            chosen = np.zeros(int(batch.query_starts[-1]), np.bool_)
-            chosen[last] = True
-            for row in batch.prompt_rows.tolist():
-                chosen[batch.query_starts[row] : batch.query_starts[row + 1]] = True
-            wanted = np.flatnonzero(chosen)
-            at = np.searchsorted(wanted, last)
-        rows = torch.from_numpy(wanted).to(self.device)
-        return self.runner.forward(batch.ids, batch.groups, rows=rows), at
-
-    def _finish(self, section: Section, batch: Batch, hidden: Tensor, at: np.ndarray) -> SectionResult:
-        """Sampling, slot state, and the host's view of both."""
-        self.state.num_tokens[batch.slots] = batch.kv_lens
-        prompt = {int(row): self._prompt_logprobs(section, batch, hidden, at, int(row)) for row in batch.prompt_rows}
-        accepted = np.zeros(section.num_rows, np.int32)
-        rows = batch.sample_rows
-        if not len(rows):
-            return SectionResult(accepted, ints(), prompt_logprobs=prompt)
-        index = torch.from_numpy(rows).to(self.device)
-        slots = batch.slots[index]
-        logits = self.runner.logits(hidden[torch.from_numpy(at[rows]).to(self.device)])
-        kept = self._kept_logits(section, rows, logits)
-        host_slots = section.slot[rows]
-        sampled = self.sampler.sample(
-            logits.contiguous(), slots, batch.kv_lens[index], section.flags[rows], host_slots=host_slots
-        )
-        was_done = batch.was_done[index]
-        self.state.accept(slots, sampled.tokens, sampled.done | was_done)
-        self.state.fail([int(host_slots[row]) for row in sampled.errors])
-        live = self._live(logits, sampled, was_done, host_slots)
-        accepted[rows[live]] = 1
-        return SectionResult(
-            accepted,
-            sampled.tokens.cpu().numpy()[live].astype(np.int32),
-            {int(rows[row]): values for row, values in sampled.logprobs.items() if live[row]},
-            prompt,
-            kept,
-            {int(rows[row]): message for row, message in sampled.errors.items()},
-        )
-
-    def _live(self, logits: Tensor, sampled: Sampled, was_done: Tensor, host_slots: np.ndarray) -> np.ndarray:
-        """The rows whose token counts [rows]: the one wait for the device. Rows without numbers fail here.
-
-        Logits with a NaN have it as their maximum, so it is seen in the chosen one.
-        """
-        chosen = logits.gather(1, sampled.tokens[:, None]).squeeze(1)
-        done, bad = torch.stack((was_done, chosen.isnan())).cpu().numpy()
-        failed = np.flatnonzero(bad & ~done).tolist()
-        sampled.errors.update(dict.fromkeys(failed, NO_NUMBERS))
-        self.state.fail([int(host_slots[row]) for row in failed])
-        live = ~done
-        live[list(sampled.errors)] = False
-        return live
-
-    def _kept_logits(self, section: Section, rows: np.ndarray, logits: Tensor) -> dict[int, Tensor]:
-        """The raw logits that offline callers asked for; sampling overwrites them."""
-        if not any(init.sampling.return_logits for init in self.inits.values()):
-            return {}
-        slots = section.slot[rows].tolist()
-        return {
-            int(row): logits[at : at + 1].clone()
-            for at, row in enumerate(rows)
-            if self.inits[slots[at]].sampling.return_logits
-        }
-
-    def _prompt_logprobs(self, section: Section, batch: Batch, hidden: Tensor, at: np.ndarray, row: int) -> RowLogprobs:
-        """Of the prompt tokens that follow this chunk's positions."""
-        first, end = batch.query_starts[row], batch.query_starts[row + 1]
-        ids = section.ids[first:end]
-        targets = np.append(ids[1:], section.next_ids[row])
-        count = len(targets) if targets[-1] >= 0 else len(targets) - 1
-        base = int(at[row]) - (len(ids) - 1)
-        k = self.inits[int(section.slot[row])].sampling.prompt_logprobs
-        return prompt_logprobs(
-            lambda part: self.runner.logits(hidden[base + part.start : base + part.stop]),
-            torch.from_numpy(targets[:count].astype(np.int64)).to(self.device),
-            k,
-            vocab_size=self.model.vocab_size,
-            num_valid_ids=self.facts.num_valid_ids,
-        )
+def _nothing() -> SectionResult:
+    return SectionResult(ints(), ints())
 
 
 def _backend_name(wanted: str, device: torch.device) -> str:
     """The attention backend for a configured name: TensorRT-LLM's names mean the fastest one here, VANILLA the twin."""
     if wanted == "VANILLA":
         return "torch"
-    return "cpu" if device.type == "cpu" else "torch"
+    return "cpu" if device.type == "cpu" else "triton"

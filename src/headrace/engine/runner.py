@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.attention.port import AttentionBackend, AttentionSpec, AttentionStep, LayerCache
+from headrace.engine.groups import WHOLE, Reach
 from headrace.engine.pools import KvPools
-from headrace.layers.port import Act, ForwardStep, Model
+from headrace.kernels.quantise import Form
+from headrace.kernels.rope_write import Projected
+from headrace.layers.port import Act, ForwardStep, LiveState, Model, StateStep
+
+GroupStep = AttentionStep | StateStep
+NO_STATES: Mapping[int, tuple[Tensor, ...]] = {}
 
 
 @dataclass(slots=True)
@@ -22,23 +29,38 @@ class BoundAttention:
     step: AttentionStep
     spec: AttentionSpec
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.backend.run(q, k, v, cache=self.cache, step=self.step, spec=self.spec)
+    def __call__(self, packed: Projected, form: Form) -> Act:
+        return self.backend.run(packed, cache=self.cache, step=self.step, spec=self.spec, form=form)
 
 
 class Runner:
-    """Runs one model on one rank over its KV pools."""
+    """Runs one model on one rank over its KV pools and recurrent states."""
 
-    def __init__(self, model: Model, backend: AttentionBackend, pools: KvPools) -> None:
-        assert pools.num_layers == len(model.layers), (pools.num_layers, len(model.layers))
+    def __init__(
+        self,
+        model: Model,
+        backend: AttentionBackend,
+        pools: KvPools,
+        *,
+        states: Mapping[int, tuple[Tensor, ...]] = NO_STATES,
+        reach: Reach = WHOLE,
+    ) -> None:
+        """
+        Args:
+            states: by recurrent layer, its live states: `States.layers`.
+            reach: as the pools' groups were made with.
+        """
+        assert pools.num_layers + len(states) == len(model.layers), (pools.num_layers, len(states), len(model.layers))
         self.model = model
         self.backend = backend
         self.pools = pools
+        self.states = states
+        self.reach = reach
         self._group_of = {layer: index for index, group in enumerate(pools.groups) for layer in group.layers}
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, groups: Sequence[AttentionStep], *, rows: Tensor | None = None) -> Tensor:
-        """Compute packed rows and write their KV.
+    def forward(self, ids: Tensor, groups: Sequence[GroupStep], *, rows: Tensor | None = None) -> Tensor:
+        """Compute packed rows and write their KV and states.
 
         Args:
             ids: [tokens] int64.
@@ -48,22 +70,30 @@ class Runner:
         Returns:
             [rows, hidden] after the last norm: what the head takes, and what embeddings are read from.
         """
-        assert len(groups) == len(self.pools.groups), "one AttentionStep a layer group"
+        assert len(groups) == len(self.pools.groups), "one step a layer group"
         model = self.model
         for group in groups:
-            self.backend.plan(group)
+            if isinstance(group, AttentionStep):
+                self.backend.plan(group)
         positions = groups[0].positions
         step = ForwardStep(positions, model.ropes(positions))
         partial, residual = None, model.embed(ids)
         for index, layer in enumerate(model.layers):
             mixer_input, residual = layer.before(partial, residual, step)
-            mixer = BoundAttention(self.backend, self.pools.layer(index), groups[self._group_of[index]], layer.spec)
-            partial, residual = layer.after(layer.mix(mixer_input, mixer), residual)
+            partial, residual = layer.after(layer.mix(mixer_input, self._mixer(index, groups)), residual)
         if rows is not None:
             partial, residual = None if partial is None else partial[rows], residual[rows]
         return model.final(partial, residual).data
 
+    def _mixer(self, index: int, groups: Sequence[GroupStep]) -> Any:
+        """What the layer mixes tokens with: a `Mixer`, or the `LiveState` of a recurrent one."""
+        step = groups[self._group_of[index]]
+        if isinstance(step, StateStep):
+            return LiveState(self.states[index], step)
+        spec = self.reach.of(index, self.model.layers[index].spec)
+        return BoundAttention(self.backend, self.pools.layer(index), step, spec)
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] as `forward` returned it -> float32 logits [rows, vocab], the same on every rank"""
+        """[rows, hidden] as `forward` returned it -> logits [rows, vocab], the same on every rank"""
         return self.model.head(Act(hidden))

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.seam import FROM_DEVICE, Ints, Section
+from headrace.engine.staging import stage
+from headrace.seam import FROM_DEVICE, Section, ints
 
 
 class SlotState:
@@ -21,25 +22,30 @@ class SlotState:
 
     def __init__(self, num_slots: int, *, num_groups: int, max_blocks: int, device: torch.device) -> None:
         self.device = device
-        self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.num_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.dummy = num_slots
+        """The slot of rows that only pad a batch: always done, its blocks are the dummy block."""
+        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.num_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         """Tokens whose KV is in the cache."""
-        self.done = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self.done = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+        self.done[self.dummy] = True
         self.tables = [
-            torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device) for _ in range(num_groups)
+            torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device) for _ in range(num_groups)
         ]
         self.bound = np.zeros(num_slots, np.int64)
 
     def apply(self, section: Section) -> None:
         """Slots that begin, and blocks that tables gained."""
-        if section.inits:
-            slots = torch.tensor([init.slot for init in section.inits], device=self.device)
-            self.done[slots] = False
-            self.num_tokens[slots] = 0
-        for table, triples in zip(self.tables, section.blocks, strict=True):
-            if len(triples):
-                changes = torch.from_numpy(np.ascontiguousarray(triples.T)).to(self.device)
-                table[changes[0].long(), changes[1].long()] = changes[2]
+        inits = ints([init.slot for init in section.inits])
+        if not len(inits) and not any(len(triples) for triples in section.blocks):
+            return
+        slots, *changes = stage([inits, *(triples.T for triples in section.blocks)], self.device)
+        if len(inits):
+            self.done.index_fill_(0, slots, False)
+            self.num_tokens.index_fill_(0, slots, 0)
+        for table, change in zip(self.tables, changes, strict=True):
+            if change.numel():
+                table.index_put_((change[0], change[1]), change[2].int())
 
     def raise_bounds(self, section: Section) -> NDArray[np.int64]:
         """The most tokens that each row has in the cache after this step. [rows]"""
@@ -50,14 +56,10 @@ class SlotState:
 
     def accept(self, slots: Tensor, tokens: Tensor, done: Tensor) -> None:
         """What sampling chose for the slots whose token the device decides."""
-        self.last_token[slots] = tokens
-        self.done[slots] = done
+        self.last_token.index_copy_(0, slots, tokens)
+        self.done.index_copy_(0, slots, done)
 
     def fail(self, slots: Sequence[int]) -> None:
         """A row's work failed: nothing more is accepted for its slot."""
         if slots:
-            self.done[torch.tensor(slots, device=self.device)] = True
-
-
-def as_device(values: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+            self.done.index_fill_(0, stage([ints(slots)], self.device)[0], True)

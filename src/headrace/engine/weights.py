@@ -93,8 +93,11 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
-    apart = _check_names(weights, source)
+    apart, left_out = _check_names(weights, source)
     targets = _targets(weights)
+    for target in left_out:
+        target.parameter.view(target.slot).fill_(target.parameter.default or 0.0)
+        _finish_slot(target)
     # What stored tensors have to equal outlives the packing only where there is such a tensor.
     kept = {weights.tied[name]: _view(weights, weights.tied[name]) for name in apart}
     bar = tqdm(
@@ -111,7 +114,7 @@ def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
             name = weights.canonical(stored.name)
             if name not in weights.tied and not weights.is_ignored(name):
                 target = _found(weights, name)
-                stored.read(target.parameter.view(target.slot), target.slot.part)
+                stored.read(_shaped(target.parameter.view(target.slot), stored.shape), target.slot.part)
                 _finish_slot(target)
                 bar.update()
         if kept:
@@ -119,8 +122,16 @@ def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
     return len(targets)
 
 
-def _check_names(weights: WeightMap, source: ModelSource) -> set[str]:
-    """Compare names and shapes both ways before any tensor is read. -> tied tensors that are stored nevertheless"""
+def _shaped(view: Tensor, stored_shape: tuple[int, ...]) -> Tensor:
+    """A single number is stored with one dimension or without."""
+    return view.view(stored_shape) if stored_shape == () else view
+
+
+def _check_names(weights: WeightMap, source: ModelSource) -> tuple[set[str], list[Target]]:
+    """Compare names and shapes both ways before any tensor is read.
+
+    -> tied tensors that are stored nevertheless, and slots that are left out and may be
+    """
     faults = _Faults()
     seen: set[str] = set()
     for stored in read_checkpoint(source):
@@ -130,15 +141,21 @@ def _check_names(weights: WeightMap, source: ModelSource) -> set[str]:
         target = weights.find(weights.tied.get(name, name))
         if target is None:
             faults.unexpected.append(stored.name)
-        elif stored.shape != target.slot.shape:
+        elif (stored.shape or (1,)) != target.slot.shape:
             faults.shapes.append(f"{stored.name} {list(stored.shape)} instead of {list(target.slot.shape)}")
         elif name in seen:
             faults.twice.append(stored.name)
         seen.add(name)
-    names = [weights.checkpoint_name(target.parameter, target.slot.name) for target in _targets(weights)]
-    faults.missing = [name for name in names if name not in seen]
+    filled = {(target.parameter.name, target.slot.name) for target in map(weights.find, seen) if target is not None}
+    left_out: list[Target] = []
+    for target in _targets(weights):
+        if (target.parameter.name, target.slot.name) not in filled:
+            if target.parameter.default is not None:
+                left_out.append(target)
+            else:
+                faults.missing.append(weights.checkpoint_name(target.parameter, target.slot.name))
     faults.check(source)
-    return seen & weights.tied.keys()
+    return seen & weights.tied.keys(), left_out
 
 
 def _check_ties(weights: WeightMap, source: ModelSource, kept: Mapping[str, Tensor]) -> None:

@@ -11,8 +11,9 @@ from typing import Any, cast
 from msgspec import structs
 
 from headrace import wire
+from headrace.front.cache import name_of, retention_of
 from headrace.front.errors import RequestError, context_overflow
-from headrace.params import FieldError, LogprobMode, SamplingParams
+from headrace.params import FieldError, KvCacheRetentionConfig, LogprobMode, SamplingParams
 from headrace.seeds import child_seed, random_seed
 from headrace.text.tokenizer import Tokenizer, encode_prompt
 from headrace.types import BeamSearch, Request, Sampling
@@ -40,6 +41,11 @@ class RequestOptions:
 
     priority: float = 0.5
     cache_salt: str = ""
+    conversation: str = ""
+    """Id of the conversation that the prompt is a turn of."""
+    retention: KvCacheRetentionConfig | None = None
+    pin: str = ""
+    """Keep the prompt's blocks under this name."""
     timeout_s: float | None = None
     label: str = ""
     """The id the user sees."""
@@ -123,6 +129,9 @@ class RequestBuilder:
             arrival_s=time.monotonic(),
             timeout_s=options.timeout_s,
             cache_salt=options.cache_salt,
+            conversation=options.conversation,
+            retention=retention_of(options.retention, num_prompt=len(ids)),
+            pin=options.pin,
             beam=beam,
             label=options.label,
         )
@@ -337,6 +346,8 @@ def _check_options(options: RequestOptions) -> None:
         raise RequestError(f"priority must be from 0 to 1, got {options.priority}", param="priority")
     if options.timeout_s is not None and options.timeout_s <= 0:
         raise RequestError(f"the timeout must be greater than 0 s, got {options.timeout_s}", param="timeout")
+    for name, param in (("cache_salt", "cache_salt"), ("conversation", "conversation_id"), ("pin", "name")):
+        name_of(getattr(options, name) or None, param)
 
 
 def _or(value: float | None, default: float) -> float:

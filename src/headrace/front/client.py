@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from headrace import wire
 from headrace.front.collector import Collector
@@ -17,13 +18,15 @@ from headrace.front.router import Router
 from headrace.log import get
 from headrace.params import SamplingParams
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import Request
+from headrace.types import PinInfo, Request
 
 __all__ = ["Client", "Link", "OpenLink"]
 
 log = get("front")
 
 JOIN_TIMEOUT_S = 4.0
+
+_Answer = TypeVar("_Answer", wire.Stats, wire.KvEvents, wire.Pins)
 
 
 class Link(Protocol):
@@ -51,8 +54,12 @@ class Client:
         self.failure: RuntimeFailure | None = None
         self._settled = threading.Event()  # info or failure is there
         self._inbox: queue.SimpleQueue[wire.Down | None] = queue.SimpleQueue()
-        self._stats: queue.SimpleQueue[list[dict[str, Any]]] = queue.SimpleQueue()
-        self._stats_lock = threading.Lock()
+        self._answers: dict[type[wire.Answer], queue.SimpleQueue[wire.Answer | None]] = {
+            kind: queue.SimpleQueue() for kind in (wire.Stats, wire.KvEvents, wire.Pins)
+        }
+        """None: there won't be any more. What comes too late for a caller is there for the next one."""
+        self._asking = threading.Lock()
+        self._calls = itertools.count(1)
         self._closed = False
         self._pid = os.getpid()
         self._link = open_link(self._inbox.put)
@@ -134,19 +141,43 @@ class Client:
         self._notify(collector)
 
     def stats(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Statistics of the steps since the last call.
+        """Statistics of the steps since the last call. Raises as `_ask` does."""
+        return self._ask(wire.GetStats(), wire.Stats, timeout_s).iterations
+
+    def kv_events(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Events of the KV cache since the last call. Raises as `_ask` does."""
+        return self._ask(wire.GetKvEvents(), wire.KvEvents, timeout_s).events
+
+    def pins(self, timeout_s: float) -> list[PinInfo]:
+        """The pinned prompts. Raises as `_ask` does."""
+        return self._ask(wire.GetPins(next(self._calls)), wire.Pins, timeout_s).pins
+
+    def unpin(self, name: str, timeout_s: float) -> bool:
+        """Give a pin up; False: there is none of that name. Raises as `_ask` does."""
+        return self._ask(wire.Unpin(next(self._calls), name), wire.Pins, timeout_s).found
+
+    def _ask(self, question: wire.Question, kind: type[_Answer], timeout_s: float) -> _Answer:
+        """What the runtime answers, between two steps.
 
         Raises:
-            TimeoutError: the runtime didn't answer.
-            RuntimeFailure: the runtime has ended.
+            TimeoutError: it didn't answer.
+            RuntimeFailure: it has ended.
         """
-        with self._stats_lock:
+        call = question.call if isinstance(question, wire.GetPins | wire.Unpin) else 0
+        answers = self._answers[kind]
+        with self._asking:
             self._require_open()
-            self._link.send(wire.GetStats())
-            try:
-                return self._stats.get(timeout=timeout_s)
-            except queue.Empty:
-                raise TimeoutError(f"the runtime gave no statistics within {timeout_s} s") from None
+            self._link.send(question)
+            deadline_s = time.monotonic() + timeout_s
+            while True:
+                try:
+                    answer = answers.get(timeout=max(deadline_s - time.monotonic(), 0))
+                except queue.Empty:
+                    raise TimeoutError(f"the runtime gave no answer within {timeout_s} s") from None
+                if answer is None:
+                    self._require_open()
+                elif not isinstance(answer, wire.Pins) or answer.call == call:
+                    return cast("_Answer", answer)
 
     def close(self) -> None:
         """End the runtime and whatever still runs. Takes under 5 s; safe to call twice."""
@@ -156,6 +187,8 @@ class Client:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         self._link.close()
         self._inbox.put(None)
+        for answers in self._answers.values():
+            answers.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(max(deadline - time.monotonic(), 0.1))
         self._fail_all("the engine was shut down")
@@ -183,13 +216,15 @@ class Client:
         elif isinstance(message, wire.Failed):
             self._fail(message)
         else:
-            self._stats.put(message.iterations)
+            self._answers[type(message)].put(message)
 
     def _fail(self, message: wire.Failed) -> None:
         if message.traceback:
             log.debug("%s", message.traceback)
         self.failure = RuntimeFailure(message.message, traceback=message.traceback, bad_input=message.bad_input)
         self._settled.set()
+        for answers in self._answers.values():
+            answers.put(None)
         self._fail_all(message.message)
 
     def _fail_all(self, message: str) -> None:

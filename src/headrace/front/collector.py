@@ -174,6 +174,8 @@ class Collector:
         self.receivers: list[Choice | BeamReceiver] = []
         self.drops_output = params.max_tokens == 0
         """A request for no tokens computes one, for the prompt's log-probabilities."""
+        self._is_pin = bool(first.pin)
+        """What it is for is the pin: without one it has failed, however many tokens it has."""
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprobs | None] | None = None
         self.error = ""
@@ -199,7 +201,8 @@ class Collector:
             self.prompt_logprobs = delta.prompt_logprobs
         if choice.index == 0:
             self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        if delta.finish == "error" and choice.finish is None:
+        failed = delta.finish == "error" or (self._is_pin and delta.finish is not None and bool(delta.error))
+        if failed and choice.finish is None:
             self.fail(delta.error or "the request failed in the runtime")
 
     def fail(self, message: str) -> None:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
 
 from headrace import wire
-from headrace.types import Beam, Delta, FinishReason, Logprobs, Request, RequestTimes
+from headrace.types import Beam, Delta, FinishReason, Logprobs, PinInfo, Request, RequestTimes
 
 __all__ = ["FakeLoop", "FakeRuntime", "FakeRuntimeProcess", "Script", "echo", "fake_info", "says"]
 
@@ -49,6 +50,8 @@ def fake_info(
     max_batch_size: int = 256,
     kv_num_blocks: int = 4096,
     max_beam_width: int = 4,
+    block_reuse: bool = True,
+    kv_event_buffer: int = 100,
 ) -> wire.ModelInfo:
     return wire.ModelInfo(
         model=model,
@@ -62,6 +65,7 @@ def fake_info(
         enable_chunked_prefill=True,
         kv_num_blocks=kv_num_blocks,
         tokens_per_block=32,
+        reuse=wire.ReuseInfo(granularity=int(block_reuse), event_buffer=kv_event_buffer if block_reuse else 0),
     )
 
 
@@ -85,6 +89,10 @@ class FakeLoop:
     """Every abort that ended something, for tests to look at."""
     fault: str = ""
     """Once set, the next step fails every request of the batch with it."""
+    max_pinned_tokens: int = 1 << 30
+    pins: dict[str, PinInfo] = field(default_factory=dict[str, PinInfo])
+    kv_events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """What the next reader gets."""
     num_steps: int = 0
     _out: list[Delta] = field(default_factory=list[Delta])
 
@@ -103,6 +111,14 @@ class FakeLoop:
             return wire.Ready(self.info)
         elif isinstance(message, wire.GetStats):
             return wire.Stats([{"iter": self.num_steps, "numActiveRequests": len(self.running)}])
+        elif isinstance(message, wire.GetKvEvents):
+            events, self.kv_events = self.kv_events, []
+            return wire.KvEvents(events)
+        elif isinstance(message, wire.Unpin):
+            found = self.pins.pop(message.name, None)
+            return wire.Pins(message.call, list(self.pins.values()), found is not None)
+        elif isinstance(message, wire.GetPins):
+            return wire.Pins(message.call, list(self.pins.values()))
         return None
 
     def step(self) -> dict[int, wire.Outputs]:
@@ -140,6 +156,9 @@ class FakeLoop:
         if self.fault:
             self._end(entry, Delta(id=request.id, finish="error", error=self.fault))
             return
+        if request.pin and (problem := self._pin(request)):
+            self._end(entry, Delta(id=request.id, finish="error", error=problem))
+            return
         if request.beam is not None:
             self._end(entry, Delta(id=request.id, finish="length", beams=self._beams(entry), times=RequestTimes()))
             return
@@ -169,6 +188,16 @@ class FakeLoop:
             self._out.append(delta)
         else:
             self._end(entry, delta)
+
+    def _pin(self, request: Request) -> str:
+        """What is in the way."""
+        num_tokens = len(request.prompt)
+        others = sum(pin.num_tokens for pin in self.pins.values() if pin.name != request.pin)
+        if others + num_tokens > self.max_pinned_tokens:
+            return f"pins may hold {self.max_pinned_tokens} tokens of the cache: unpin another"
+        block = self.info.tokens_per_block
+        self.pins[request.pin] = PinInfo(name=request.pin, num_tokens=num_tokens, num_blocks=-(-num_tokens // block))
+        return ""
 
     def _end(self, entry: _Running, delta: Delta) -> None:
         del self.running[entry.request.id]

@@ -12,7 +12,7 @@ from headrace.hub.errors import ModelError
 from headrace.hub.gguf import GgufFile
 from headrace.hub.source import ModelSource
 
-__all__ = ["eos_token_ids", "read_config", "read_generation_config", "read_json", "text_config"]
+__all__ = ["eos_token_ids", "merge_config", "read_config", "read_generation_config", "read_json", "text_config"]
 
 # Control tokens that close a turn, by the chat format they belong to. A GGUF file may name another token as its EOS
 # (a base model's, kept by the converter); generation would then run through the end of the turn.
@@ -45,7 +45,7 @@ def read_config(
         config = GgufFile(source.path).hf_config()
     else:
         config = read_json(source.path / "config.json")
-    _merge(config, model_kwargs or {})
+    merge_config(config, model_kwargs or {})
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{source.path} has a config without model_type: use a folder saved by transformers")
@@ -58,6 +58,16 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part: `text_config` of a multimodal config, else the config itself."""
     nested = config.get("text_config")
     return cast("dict[str, Any]", nested) if isinstance(nested, dict) else config
+
+
+def read_quant_config(source: ModelSource) -> dict[str, Any] | None:
+    """hf_quant_config.json, which ModelOpt writes beside config.json; None where there is none.
+
+    Raises:
+        ModelError: a file that isn't a JSON object.
+    """
+    path = source.path / "hf_quant_config.json"
+    return read_json(path) if path.is_file() else None
 
 
 def read_generation_config(source: ModelSource) -> dict[str, Any]:
@@ -147,10 +157,11 @@ def _as_ids(value: Any, where: str) -> list[int]:
     return [item for item in items if item >= 0]
 
 
-def _merge(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def merge_config(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Replace values in place, nested objects key by key."""
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
-            _merge(config[key], value)  # pyright: ignore[reportUnknownArgumentType]
+            merge_config(config[key], value)  # pyright: ignore[reportUnknownArgumentType]
         else:
             config[key] = value
 

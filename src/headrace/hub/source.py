@@ -13,8 +13,11 @@ from headrace.hub.aliases import ALIASES
 from headrace.hub.errors import ModelError
 from headrace.hub.gguf_header import GGUF_MAGIC
 from headrace.hub.pull import pull
+from headrace.log import get
 
-__all__ = ["ModelError", "ModelSource", "resolve_model"]
+__all__ = ["ModelError", "ModelSource", "is_hub_id", "resolve_model"]
+
+log = get("hub")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_TIMEOUT_S = 5.0
@@ -45,20 +48,36 @@ def resolve_model(name: str, *, revision: str | None = None) -> ModelSource:
     Raises:
         ModelError: nothing usable under that name. One line with the remedy.
     """
+    if not name:  # an unset variable of a shell; pathlib would take it for the current folder
+        raise ModelError("the model's name is empty: give a folder, a .gguf file, a hub id (org/name) or an alias")
     if name in ALIASES:
+        _warn_of_revision(name, revision)
         return ModelSource(kind="gguf", path=pull(name), name=name, alias=name)
     path = Path(name).expanduser()
     try:
         if path.exists():
+            _warn_of_revision(name, revision)
             return _on_disk(path.resolve(), name)
     except (OSError, ValueError) as error:  # an unreadable parent, a name too long, a null character
         if isinstance(error, ModelError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{name!r} can't be looked up ({reason}): check the path and its permissions") from None
-    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf") and not path.parent.is_dir():
+    if is_hub_id(name):
         return _from_hub(name, revision)
     raise _not_found(name, path)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is nothing on disk may be that of a hub model (`org/name`)."""
+    if not _HUB_ID.fullmatch(name) or name.endswith(".gguf"):
+        return False
+    return not os.path.isdir(os.path.dirname(name))
+
+
+def _warn_of_revision(name: str, revision: str | None) -> None:
+    if revision is not None:
+        log.warning("revision %s has no effect: %s is not a model of the hub", revision, name)
 
 
 def _on_disk(path: Path, name: str, *, revision: str | None = None) -> ModelSource:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._native import dtype_flag, library, num_threads
+from headrace.kernels.quantise import PLAIN
 
 __all__ = ["act_mul"]
 
@@ -27,6 +28,10 @@ def act_mul(x: Tensor, kind: Activation) -> Tensor:
     Returns:
         [tokens, features] in x's dtype; the activation is rounded to it before the product.
     """
+    if x.is_cuda and kind in _NATIVE_KINDS:
+        from headrace.kernels._triton_rows import launch_act_mul
+
+        return launch_act_mul(x, kind, form=PLAIN).data
     native = library() if x.is_cpu else None
     half = dtype_flag(x)
     if native is None or half is None or kind not in _NATIVE_KINDS or x.stride(-1) != 1:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace.kernels._native import dtype_flag, library, num_threads
 from headrace.kernels.port import HeadsSpec, PackedRows
+from headrace.kernels.quantise import FP8
 
 __all__ = ["paged_attention"]
 
@@ -16,13 +17,14 @@ __all__ = ["paged_attention"]
 def paged_attention(q: Tensor, cache_k: Tensor, cache_v: Tensor, step: PackedRows, spec: HeadsSpec) -> Tensor:
     """Attend each query over the cached tokens of its row, its own included.
 
-    A query at position p sees the cached tokens j <= p of its row, with a window w also j > p - w. Head h reads
-    KV head h // (heads / kv_heads). Cache entries that no query sees are never read into the result, so
-    they may hold anything, NaN included.
+    A query at position p sees the cached tokens j <= p of its row, with a window w only those j > p - w and the
+    first `sink_tokens` (Xiao et al. 2024). Head h reads KV head h // (heads / kv_heads). Cache entries that no query
+    sees are never read into the result, so they may hold anything, NaN included.
 
     Args:
         q: [tokens, heads, dim], rope applied.
-        cache_k, cache_v: [num_blocks, kv_heads, block_size, dim], this step's tokens already written.
+        cache_k, cache_v: [num_blocks, kv_heads, block_size, dim], this step's tokens already written; FP8 entries are
+            times `spec.k_scale` and `spec.v_scale`.
 
     Returns:
         [tokens, heads, dim] in q's dtype. A softmax without a visible token is zero.
@@ -59,6 +61,7 @@ def paged_attention(q: Tensor, cache_k: Tensor, cache_v: Tensor, step: PackedRow
         cache_v.stride(0),
         cache_v.stride(1),
         spec.window or 0,
+        spec.sink_tokens if spec.window else 0,
         dtype_flag(q),
         dtype_flag(cache_k),
         num_threads(),
@@ -70,7 +73,7 @@ def paged_attention(q: Tensor, cache_k: Tensor, cache_v: Tensor, step: PackedRow
     return out
 
 
-_ARGUMENTS = struct.Struct("=25q2d")
+_ARGUMENTS = struct.Struct("=26q2d")
 """struct attention of native/attention.c"""
 
 
@@ -102,25 +105,29 @@ class _RowContext:
         self.block_size = step.block_size
         self.kv_len = kv_len
 
-    def gather(self, cache: Tensor, first_block: int, num_blocks: int) -> Tensor:
-        """[kv_heads, tokens, dim] float32"""
-        blocks = cache[self.table[first_block : first_block + num_blocks]]  # [blocks, kv_heads, block_size, dim]
+    def gather(self, cache: Tensor, places: Tensor) -> Tensor:
+        """The blocks at these places of the table. -> [kv_heads, tokens, dim] float32"""
+        blocks = cache[self.table[places]]  # [blocks, kv_heads, block_size, dim]
         return blocks.transpose(0, 1).flatten(1, 2).float()
 
 
 def _attend_row(q: Tensor, positions: Tensor, context: _RowContext, spec: HeadsSpec) -> Tensor:
     last = min(int(positions.max()), context.kv_len - 1)
     first = 0 if spec.window is None else max(0, int(positions.min()) - spec.window + 1)
-    first_block, end_block = first // context.block_size, last // context.block_size + 1
-    if end_block <= first_block:
+    size = context.block_size
+    end_block, num_sink_blocks = last // size + 1, -(-spec.sink_tokens // size)
+    places = [place for place in range(end_block) if place >= first // size or place < num_sink_blocks]
+    if not places:
         return torch.zeros_like(q)
-    keys = context.gather(context.cache_k, first_block, end_block - first_block)
-    values = context.gather(context.cache_v, first_block, end_block - first_block)
-    at = first_block * context.block_size + torch.arange(keys.shape[1], device=q.device)
+    visible = torch.tensor(places, device=q.device)
+    keys, values = context.gather(context.cache_k, visible), context.gather(context.cache_v, visible)
+    if context.cache_k.dtype == FP8:
+        keys, values = keys * spec.k_scale, values * spec.v_scale
+    at = (visible[:, None] * size + torch.arange(size, device=q.device)).flatten()
 
     seen = (at[None, :] <= positions[:, None]) & (at[None, :] < context.kv_len)  # [queries, kv]
     if spec.window is not None:
-        seen &= at[None, :] > positions[:, None] - spec.window
+        seen &= (at[None, :] > positions[:, None] - spec.window) | (at[None, :] < spec.sink_tokens)
     anyone = seen.any(0)
     keys, values = keys[:, anyone], values[:, anyone]
     return _softmax_attend(q, keys, values, seen[:, anyone], spec)

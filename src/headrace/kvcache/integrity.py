@@ -9,31 +9,31 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from headrace.kvcache.pool import MAX_PRIORITY, NO_NODE, BlockPool
+from headrace.kvcache.promises import Promises
 from headrace.kvcache.radix import DEAD, MANY, NONE, RadixIndex
+from headrace.kvcache.store import Store
 from headrace.kvcache.table import NEVER, Table
 from headrace.seam import DUMMY_BLOCK
 
 
-def check_cache(
-    pools: Sequence[BlockPool],
-    index: RadixIndex,
-    tables: Mapping[int, Table],
-    extra_leases: Mapping[tuple[int, int], int],
-) -> None:
-    for group, pool in enumerate(pools):
+def check_cache(store: Store, tables: Mapping[int, Table], promises: Promises) -> None:
+    pools, index, num_groups = store.pools, store.index, store.num_groups
+    for number, pool in enumerate(pools):
         try:
             check_pool(pool)
-            check_leases(pool, _holders(group, tables, extra_leases))
+            check_leases(pool, _holders(number, tables if number < num_groups else {}, store.extra_leases))
         except AssertionError as error:
-            raise AssertionError(f"group {group}: {error}") from None
-    check_index(index, tables)
+            tier = ("", " on the host", " on disk")[number // num_groups]
+            raise AssertionError(f"group {number % num_groups}{tier}: {error}") from None
+    check_index(index, tables, store.num_pins)
     check_names(pools, index)
     for owner, table in tables.items():
         try:
-            check_table(table, pools, index)
+            check_table(table, pools, index, promises.attention)
         except AssertionError as error:
             raise AssertionError(f"owner {owner}: {error}") from None
     check_positions(tables)
+    check_promises(tables, promises)
 
 
 def check_pool(pool: BlockPool) -> None:
@@ -86,21 +86,24 @@ def check_leases(pool: BlockPool, holders: Counter[int]) -> None:
         leases = pool.leases[block]
         if leases != holders[block]:
             raise AssertionError(f"block {block} has {leases} leases, {holders[block]} are accounted for")
+    total_leases = sum(pool.leases)
+    _require(total_leases == pool.num_leases, f"{total_leases} leases, {pool.num_leases} counted")
 
 
 def _holders(group: int, tables: Mapping[int, Table], extra_leases: Mapping[tuple[int, int], int]) -> Counter[int]:
     holders: Counter[int] = Counter()
     for table in tables.values():
-        holders.update(table.blocks[group])
+        holders.update(block for block in table.parts[group].blocks if block != DUMMY_BLOCK)
     for (held, block), count in extra_leases.items():
         if held == group:
             holders[block] += count
     return holders
 
 
-def check_index(index: RadixIndex, tables: Mapping[int, Table]) -> None:
+def check_index(index: RadixIndex, tables: Mapping[int, Table], others: Mapping[int, int]) -> None:
     """Parents, children, edges and use counts agree, and every node hangs from a root."""
     pins = Counter(table.cursor for table in tables.values())
+    pins.update(others)
     reached: set[int] = set()
     for space, root in index.roots.items():
         _require(index.spaces.get(root) == space and index.parent[root] == NONE, f"root {root} isn't of {space}")
@@ -130,8 +133,10 @@ def _check_children(index: RadixIndex, node: int) -> list[int]:
         key = index.key[child]
         if index.parent[child] != node:
             raise AssertionError(f"node {child} is a child of {node}, its parent is {index.parent[child]}")
-        if len(key) != 4 * index.tokens_per_block or (forked and index.forks[node][key] != child):
+        if not key or (forked and index.forks[node].get(key) != child):
             raise AssertionError(f"node {child} isn't where its edge leads")
+        if len(key) < 4 * index.tokens_per_block and index.child[child] != NONE:
+            raise AssertionError(f"node {child} has children, but less than a block of tokens")
     return children
 
 
@@ -148,28 +153,49 @@ def check_names(pools: Sequence[BlockPool], index: RadixIndex) -> None:
                 raise AssertionError(f"group {group}: block {block} names node {node}, which names block {named}")
 
 
-def check_table(table: Table, pools: Sequence[BlockPool], index: RadixIndex) -> None:
+def check_table(table: Table, pools: Sequence[BlockPool], index: RadixIndex, attention: Sequence[int]) -> None:
     """The lists are of one length, and each indexed entry is its node's block or a block without a node."""
     count, size = table.num_blocks, index.tokens_per_block
-    _require(all(len(mine) == count for mine in table.blocks), "the tables differ in length")
+    parts = [table.parts[group] for group in attention]
+    _require(all(len(part.blocks) == count for part in parts), "the tables differ in length")
     _require(table.capacity == count * size, f"capacity {table.capacity} with {count} blocks")
     _require(table.num_announced <= count and table.num_indexed <= count, "the table is shorter than its marks")
-    for mine in table.blocks:
-        _require(len(set(mine)) == count, f"blocks are twice in the table: {_twice(mine)}")
+    for part in parts:
+        held = [block for block in part.blocks if block != DUMMY_BLOCK]
+        _require(len(set(held)) == len(held), f"blocks are twice in the table: {_twice(held)}")
+        _require(len(held) == part.num_held, f"{len(held)} blocks held, {part.num_held} counted")
+        _require(DUMMY_BLOCK not in part.blocks[part.first :], "an entry in the window is the dummy block")
     if table.cursor == NONE:
-        _require(table.num_indexed == 0 and table.commit_at == NEVER, "no cursor, but indexed blocks")
+        _require(table.num_indexed == 0 and table.index_at == NEVER, "no cursor, but indexed blocks")
         return
-    _require(table.commit_at in (NEVER, (table.num_indexed + 1) * size), f"the next commit is at {table.commit_at}")
+    _require(table.index_at in (NEVER, (table.num_indexed + 1) * size), f"the next commit is at {table.index_at}")
     node = table.cursor
     for at in range(table.num_indexed - 1, -1, -1):
-        for group, (pool, mine) in enumerate(zip(pools, table.blocks)):
-            named = pool.node[mine[at]]
+        for group, part in zip(attention, parts):
+            block = part.blocks[at]
+            named = pools[group].node[block]
             _require(
                 named in (node, NO_NODE),
-                f"entry {at} of group {group} is block {mine[at]} of node {named}, the owner's tokens are at {node}",
+                f"entry {at} of group {group} is block {block} of node {named}, the owner's tokens are at {node}",
             )
         node = index.parent[node]
     _require(index.parent[node] == NONE, f"the cursor isn't {table.num_indexed} blocks below a root")
+
+
+def check_promises(tables: Mapping[int, Table], promises: Promises) -> None:
+    """Nobody holds more than it was promised, and what is still due is what is counted."""
+    for group in promises.attention:
+        due = 0
+        for owner, table in tables.items():
+            part = table.parts[group]
+            if part.num_entitled:
+                due += part.num_entitled - part.num_held
+                if part.num_held > part.num_entitled:
+                    raise AssertionError(
+                        f"owner {owner} holds {part.num_held} blocks, {part.num_entitled} are promised"
+                    )
+        counted = promises.promised[group]
+        _require(due == counted, f"group {group}: {due} blocks are promised, {counted} counted")
 
 
 def check_positions(tables: Mapping[int, Table]) -> None:
@@ -178,6 +204,8 @@ def check_positions(tables: Mapping[int, Table]) -> None:
     for owner, table in tables.items():
         for group, mine in enumerate(table.blocks):
             for at, block in enumerate(mine):
+                if block == DUMMY_BLOCK:
+                    continue
                 other = seen.setdefault((group, block), at)
                 if other != at:
                     raise AssertionError(f"block {block} of group {group} is entry {at} of owner {owner}, also {other}")

@@ -1,386 +1,398 @@
 """The KV cache of one data-parallel section, as integers: the blocks each owner has, shares, may reuse or waits for.
 
-A block's life: `extend` takes it from its group's pool (evicting the least recently used cached block when none is
-free), the engine writes K and V into it, `commit` puts it into the radix index once it is full, `admit` of another
-owner may share it, and with its last lease (`release`) it stays cached until it is evicted.
-
-Only one block per group stands in the index for the same tokens in the same namespace. An owner that computed the same
-tokens again keeps its own block as well, so a table never changes under a step in flight.
+A block's life is told in docs/kv-cache.md. Only one block per group and tier stands in the index for the same tokens in
+the same namespace. An owner that computed the same tokens again keeps its own block as well, so a table never changes
+under a step in flight, except that entries out of the window leave it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any
 
+from headrace.kvcache.admission import Admission
+from headrace.kvcache.claim import Claim
+from headrace.kvcache.growth import Blocks, Growth, NoBlocks
 from headrace.kvcache.integrity import check_cache
-from headrace.kvcache.pool import BlockPool, num_available
-from headrace.kvcache.radix import NONE, Namespace, RadixIndex, Tokens
-from headrace.kvcache.stats import CacheStats, Counters
+from headrace.kvcache.lookup import Lookup
+from headrace.kvcache.naming import Naming
+from headrace.kvcache.pins import Pinned, Pins
+from headrace.kvcache.promises import Promises
+from headrace.kvcache.radix import NONE, Namespace, Tokens
+from headrace.kvcache.reuse import NOTHING
+from headrace.kvcache.settings import CacheSettings, check_sizes
+from headrace.kvcache.snapshots import Snapshots
+from headrace.kvcache.stats import CacheStats
+from headrace.kvcache.store import Store
 from headrace.kvcache.table import NEVER, Table
-from headrace.seam import GroupSpec
+from headrace.kvcache.tiers import Tiers
+from headrace.kvcache.turns import AllReusable, PerConversation, PerRequest
+from headrace.seam import DISK, HOST, GroupSpec, Ints, PoolSizes
+from headrace.types import MediaSpan, Request, Retention
 
-Blocks = tuple[list[tuple[int, int]], ...]
-"""Per group: (index in the table, block)."""
-
-
-class NoBlocks(RuntimeError):
-    """There are not enough free and evictable blocks. Nothing was changed."""
+__all__ = ["KvCache", "NoBlocks"]
 
 
 class KvCache:
     """Blocks, tables and reuse of one section. Calls come from one thread.
 
-    An owner is a request or a beam, any integer. `num_blocks` is per group and counts the dummy block.
-    With `reuse` off there is no index: nothing is found, nothing stays cached.
+    An owner is a request or a beam, any integer. With `reuse` off there is no index: nothing is found, nothing stays.
     Source of the idea: RadixAttention (Zheng et al., 2024) over the paged blocks of PagedAttention (Kwon et al., 2023).
     """
 
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
+        sizes: PoolSizes,
+        settings: CacheSettings,
         *,
-        tokens_per_block: int,
-        num_blocks: tuple[int, ...],
-        reuse: bool = True,
-        revision: str = "",
+        section: int = 0,
+        num_sections: int = 1,
     ) -> None:
-        if tokens_per_block < 1 or tokens_per_block & (tokens_per_block - 1):
-            raise ValueError(f"tokens_per_block is {tokens_per_block}: use a power of two, such as 32")
-        if not groups or len(groups) != len(num_blocks):
-            raise ValueError(f"num_blocks has {len(num_blocks)} entries for {len(groups)} layer groups: give each one")
-        if min(num_blocks) < 2:
-            raise ValueError(f"num_blocks is {num_blocks}: each group needs 2 or more, the dummy block is one of them")
+        check_sizes(groups, sizes, settings)
         self.groups = groups
-        self.tokens_per_block = tokens_per_block
-        self.reuse = reuse
-        self.pools = tuple(BlockPool(count) for count in num_blocks)
-        self.index = RadixIndex(tokens_per_block, num_pools=len(groups))
+        self.settings = settings
+        self.store = Store(groups, sizes, settings)
+        self.index = self.store.index
         self.tables: dict[int, Table] = {}
-        self.extra_leases: dict[tuple[int, int], int] = {}
-        """By (group, block): leases that no table holds."""
-        self.counters = Counters()
-        self._base = Namespace(revision=revision, dtypes=tuple(group.dtype for group in groups))
+        self.tiers = Tiers(self.store, sizes, settings, section, num_sections)
+        self.promises = Promises(self.store)
+        self.lookup = Lookup(self.store)
+        self.snapshots = Snapshots(self.store, self.tiers)
+        self.pins = Pins(self.store, settings.max_pinned_share)
+        self._admission = Admission(self.store, self.tiers, self.lookup, self.snapshots, self.promises)
+        naming = Naming(self.store)
+        self._policy = AllReusable()
+        if settings.reuse_policy == "per_request":
+            self._policy = PerRequest(self.store)
+        elif settings.reuse_policy == "per_conversation":
+            self._policy = PerConversation(self.store, settings.max_num_turns)
+        self._growth = Growth(
+            self.store, self.tables, tiers=self.tiers, promises=self.promises, naming=naming,
+            snapshots=self.snapshots, policy=self._policy,
+        )  # fmt: skip
+        base = Namespace(revision=settings.fingerprint, dtypes=tuple(group.dtype for group in groups))
+        self._base = Claim(base)
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.settings.tokens_per_block
+
+    @property
+    def pools(self):
+        """Of the device, by group."""
+        return self.store.pools[: len(self.groups)]
+
+    @property
+    def counters(self):
+        return self.store.counters
+
+    @property
+    def extra_leases(self) -> dict[tuple[int, int], int]:
+        return self.store.extra_leases
 
     @property
     def stats(self) -> CacheStats:
-        pools = self.pools
+        pools, host, disk = self.pools, self.store.tier(HOST), self.store.tier(DISK)
         return CacheStats(
             num_total=tuple(pool.num_total for pool in pools),
             num_free=tuple(pool.num_free for pool in pools),
             num_cached=tuple(pool.num_cached for pool in pools),
             num_leased=tuple(pool.num_leased for pool in pools),
+            pinned_blocks=sum(self.pins.num_pinned[: len(pools)]),
+            host_total=tuple(pool.num_total for pool in host),
+            host_used=tuple(pool.num_total - pool.num_free for pool in host),
+            disk_total=tuple(pool.num_total for pool in disk),
+            disk_used=tuple(pool.num_total - pool.num_free for pool in disk),
+            by_group=tuple(replace(counters) for counters in self.store.by_group),
             **asdict(self.counters),
         )
 
+    # ---- admission ---------------------------------------------------------------------------
+
+    def claim(
+        self,
+        *,
+        salt: str = "",
+        adapter: int = 0,
+        scope: str = "",
+        media: tuple[MediaSpan, ...] = (),
+        retention: Retention | None = None,
+        prompt_len: int = 0,
+    ) -> Claim:
+        space = self._base.space._replace(salt=salt, adapter=adapter, scope=scope)
+        return Claim(space, media, retention, prompt_len)
+
+    def claim_of(self, request: Request) -> Claim:
+        """What decides who shares the request's blocks and how long they stay; made once a request."""
+        return self.claim(
+            salt=request.cache_salt,
+            adapter=request.adapter,
+            scope=self._policy.scope_of(request),
+            media=request.media,
+            retention=request.retention,
+            prompt_len=len(request.prompt),
+        )
+
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks of each group that hold `num_tokens` tokens."""
+        """Blocks of each attention group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
     def num_available(self) -> int:
-        """Blocks of each group that could be allocated now: free and evictable ones, in the scarcest group."""
-        return num_available(self.pools)
+        """Blocks that every attention group can bring now: free and evictable ones, in the scarcest group."""
+        return min((pool.num_available for pool in self._attention_pools()), default=NEVER)
 
-    def match(self, tokens: Tokens, *, salt: str = "", limit: int | None = None) -> int:
-        """Leading tokens that could be reused now: whole blocks, at most `limit`, and never the last token.
+    def _attention_pools(self):
+        return [self.store.pools[group] for group in self.promises.attention]
+
+    def max_tokens(self, *, width: int = 1) -> int:
+        """Tokens that one sequence may have when nobody but pins is there, of `width` that grow at once."""
+        return self.promises.max_tokens(self.pins.num_pinned, width=width)
+
+    def match(self, tokens: Tokens, *, claim: Claim | None = None, limit: int | None = None) -> int:
+        """Leading tokens that could be reused now, at most `limit`, and never the last token.
 
         Changes nothing, the eviction order included.
         """
-        return len(self._reusable(tokens, salt, limit)) * self.tokens_per_block
+        return self.lookup.find(tokens, claim or self._base, limit).num_tokens if self.settings.reuse else 0
 
     def can_admit(
-        self, tokens: Tokens, *, salt: str = "", num_tokens: int, headroom: int = 0, reuse: bool = True
+        self,
+        tokens: Tokens,
+        *,
+        claim: Claim | None = None,
+        num_tokens: int,
+        headroom: int = 0,
+        reuse: bool = True,
+        slides: bool = True,
     ) -> bool:
-        """Whether `admit` and `extend` to `num_tokens` in all would succeed and leave `headroom` blocks available.
+        """Whether `admit` and `extend` to `num_tokens` in all would succeed and keep all promises.
 
-        `reuse` as it will be given to `admit`.
+        `headroom`: blocks of each group that have to be left besides. `reuse` and `slides` as they will be given.
         """
-        num_prompt_blocks = (len(tokens) - 1) // self.tokens_per_block
-        wanted = self.blocks_needed(num_tokens)
-        spare = self.num_available() - headroom
-        # `admit` leases all it finds, even beyond num_tokens.
-        if max(wanted, num_prompt_blocks) <= spare:
-            return True
-        if not (self.reuse and reuse) or wanted - num_prompt_blocks > spare:
-            return False
-        path = self._reusable(tokens, salt, None)
-        wanted = max(wanted, len(path))
-        for pool, blocks in zip(self.pools, self.index.blocks):
-            num_held = sum(pool.leases[blocks[node]] > 0 for node in path)
-            if wanted - num_held > pool.num_available - headroom:
-                return False
-        return True
+        reuse = reuse and self.settings.reuse
+        return self._admission.can_admit(
+            tokens, claim or self._base, num_tokens=num_tokens, headroom=headroom, reuse=reuse, slides=slides
+        )
 
-    def admit(self, owner: int, tokens: Tokens, *, salt: str = "", reuse: bool = True) -> int:
+    def admit(
+        self,
+        owner: int,
+        tokens: Tokens,
+        *,
+        claim: Claim | None = None,
+        reuse: bool = True,
+        limit: int = 0,
+        grows: bool = False,
+        slides: bool = True,
+    ) -> int:
         """Starts the owner's tables with the blocks that hold a prefix of `tokens`; returns the tokens reused.
 
-        Needs no free block. With `reuse` off the owner finds nothing, but what it computes can be found by others.
+        Without tiers and partial reuse it needs no free block. With `reuse` off the owner finds nothing, but what it
+        computes can be found by others.
+
+        Args:
+            limit: length up to which the owner's blocks are promised from now on; 0 promises none.
+            grows: it may take more than that, when there is more.
+            slides: blocks out of the window are given back while the owner runs.
         """
         assert owner not in self.tables, f"owner {owner} is admitted already"
-        if not self.reuse:
-            self.tables[owner] = Table(len(self.groups), cursor=NONE, commit_at=NEVER)
-            return 0
-        path = self._reusable(tokens, salt, None) if reuse else []
-        cursor = path[-1] if path else self.index.root(self._space(salt))
-        self.index.pin(cursor)
-        size = self.tokens_per_block
-        num_reused = len(path)
-        table = Table(len(self.groups), cursor=cursor, commit_at=(num_reused + 1) * size)
-        table.num_reused = table.num_indexed = num_reused
-        table.capacity = num_reused * size
-        if path:
-            for pool, blocks, mine in zip(self.pools, self.index.blocks, table.blocks):
-                mine += [blocks[node] for node in path]
-                pool.lease_all(mine)
+        claim = claim or self._base
+        table, num_reused = self._admission.table(owner, tokens, claim, reuse=reuse, slides=slides)
         self.tables[owner] = table
-        if reuse:
-            self._count_lookup(len(tokens), num_reused)
-        return num_reused * size
+        self._growth.plan_slide(table)
+        table.grows = grows
+        if limit:
+            self.promises.entitle(table, limit)
+        return num_reused
+
+    def fetch(self, owner: int, tokens: Tokens, claim: Claim) -> bool:
+        """Starts to bring blocks from disk for a request that isn't admitted. True: it waits until `take_arrived`."""
+        if self.store.num_tiers <= DISK or not self.settings.reuse:
+            return False
+        return self.tiers.fetch(owner, self.lookup.on_disk(tokens, claim))
+
+    # ---- growing -----------------------------------------------------------------------------
+
+    def commit_at(self, owner: int) -> int:
+        """Computed tokens at which `commit` has something to do next."""
+        return self.tables[owner].commit_at
+
+    def has_left(self, owner: int) -> bool:
+        """Whether entries have left the window since `take_new_blocks`."""
+        return bool(self.tables[owner].gone)
 
     def num_tokens_capacity(self, owner: int) -> int:
         """Tokens that fit into the owner's blocks: up to there `extend` has nothing to do."""
         return self.tables[owner].capacity
 
     def missing_blocks(self, owner: int, num_tokens: int) -> int:
-        """Blocks of each group still to be allocated until `num_tokens` tokens fit."""
+        """Blocks of each attention group still to be allocated until `num_tokens` tokens fit."""
         return max(0, self.blocks_needed(num_tokens) - self.tables[owner].num_blocks)
 
-    def extend(self, owner: int, num_tokens: int) -> bool:
+    def extend(self, owner: int, num_tokens: int, *, headroom: int = 0) -> bool:
         """Grows every table of the owner to hold `num_tokens`, evicting cached blocks as needed.
 
-        All or nothing: False when some group can't, and then nothing has changed.
+        All or nothing: False when some group can't and leave `headroom` blocks, and then nothing has changed.
         """
-        table = self.tables[owner]
-        if num_tokens <= table.capacity:
-            return True
-        count = -(-num_tokens // self.tokens_per_block) - len(table.blocks[0])
-        if self.num_available() < count:
-            return False
-        for group, mine in enumerate(table.blocks):
-            mine += self._allocate(group, count)
-        table.capacity += count * self.tokens_per_block
-        return True
+        return self._growth.extend(owner, num_tokens, headroom)
 
     def take_new_blocks(self, owner: int) -> Blocks:
-        """Per group (index in the table, block) of all blocks since the last call, reused and shared ones included."""
-        table = self.tables[owner]
-        first = table.num_announced
-        table.num_announced = len(table.blocks[0])
-        return tuple([[*enumerate(mine[first:], first)] for mine in table.blocks])
+        """Per group (index in the table, block) of all changes since the last call, reused and shared ones included.
+
+        Entries that have left the window are the dummy block.
+        """
+        return self._growth.take_new_blocks(owner)
 
     def table(self, owner: int, group: int = 0) -> list[int]:
-        return list(self.tables[owner].blocks[group])
+        return list(self.tables[owner].parts[group].blocks)
 
-    def commit(self, owner: int, tokens: Tokens, num_computed: int) -> None:
-        """Indexes the blocks that have become full.
+    def commit(self, owner: int, tokens: Tokens, num_computed: int) -> int:
+        """Indexes the blocks that have become full and gives back those out of the window.
 
         `tokens` is the owner's whole sequence, read only where blocks are new; the KV of the first `num_computed` is
-        in the cache and won't be written again. A call within a block costs nothing.
+        in the cache and won't be written again. Returns at how many there is something to do again.
         """
-        table = self.tables[owner]
-        if num_computed < table.commit_at:
-            return
-        first, last = table.num_indexed, num_computed // self.tokens_per_block
-        assert num_computed <= len(tokens) and num_computed <= table.capacity, (num_computed, table.capacity)
-        index, node = self.index, table.cursor
-        path: list[int] = []
-        for at in range(first, last):
-            node = index.descend(node, index.edge(tokens, at))
-            path.append(node)
-        for group, mine in enumerate(table.blocks):
-            self._index_blocks(group, path, mine[first:last])
-        index.pin(node)
-        index.unpin(table.cursor)
-        table.cursor = node
-        table.num_indexed = last
-        table.commit_at = (last + 1) * self.tokens_per_block
+        return self._growth.commit(owner, tokens, num_computed)
 
-    def release(self, owner: int, *, index: bool = True) -> None:
+    # ---- leaving -----------------------------------------------------------------------------
+
+    def release(
+        self, owner: int, *, index: bool = True, tokens: Tokens = (), num_computed: int = 0, final: bool = False
+    ) -> None:
         """Ends the owner's tables and gives its leases back; indexed blocks stay cached, the others are free.
 
-        With `index` off nothing that this owner computed, and nothing computed on top of it, is found again.
+        With `tokens`, whose first `num_computed` are computed, the partly filled last block is indexed as well.
+        With `index` off nothing that this owner computed, and nothing computed on top of it, is found again. `final`:
+        the owner's request is over, and the reuse policy decides what of it stays.
         """
-        table = self.tables[owner]
-        if not index and table.num_indexed > table.num_reused:
-            self._forget(self.index.ancestor(table.cursor, table.num_indexed - table.num_reused - 1))
-        del self.tables[owner]
-        depth = table.num_indexed
-        for pool, mine in zip(self.pools, table.blocks):
-            pool.unlease_all(mine[: depth - 1 if depth else None : -1])
-        # From the last block to the first, so that a prefix is never evicted before what follows it.
-        parent = self.index.parent
-        for group, (pool, mine) in enumerate(zip(self.pools, table.blocks)):
-            names, node = pool.node, table.cursor
-            for at in range(depth - 1, -1, -1):
-                block = mine[at]
-                if names[block] != node:
-                    self._use_duplicate(group, node, block)
-                pool.unlease(block)
-                node = parent[node]
-        if table.cursor != NONE:
-            self.index.unpin(table.cursor)
+        self._growth.release(owner, index=index, tokens=tokens, num_computed=num_computed, final=final)
 
     def fork(self, parent: int, child: int, num_tokens: int) -> list[tuple[int, int, int]]:
         """Starts `child` with the parent's first `num_tokens` tokens, all of them computed.
 
-        Full blocks are shared. A partial last block is a new one per group; returns the copies that fill it,
-        (group, source block, destination block). Until its copy has run, the source needs a lease unless the
-        parent outlives it. Raises NoBlocks.
+        Full blocks are shared. A partial last block is a new one per group; returns the copies that fill it, (group,
+        source block, destination block), which the caller orders with `copy`. Raises NoBlocks.
         """
-        assert child not in self.tables, f"owner {child} is admitted already"
-        origin = self.tables[parent]
-        assert num_tokens <= origin.capacity, (num_tokens, origin.capacity)
-        num_full, rest = divmod(num_tokens, self.tokens_per_block)
-        if rest and not self.num_available():
-            raise NoBlocks(f"no block for the copy of a partial block of owner {parent}")
-        table = Table(len(self.groups), cursor=NONE, commit_at=NEVER)
-        table.num_reused = min(origin.num_reused, num_full)
-        table.capacity = (num_full + (rest > 0)) * self.tokens_per_block
-        if origin.cursor != NONE:
-            table.num_indexed = min(origin.num_indexed, num_full)
-            table.cursor = self.index.ancestor(origin.cursor, origin.num_indexed - table.num_indexed)
-            if origin.commit_at != NEVER:
-                table.commit_at = (table.num_indexed + 1) * self.tokens_per_block
-            self.index.pin(table.cursor)
-        copies: list[tuple[int, int, int]] = []
-        for group, (theirs, mine) in enumerate(zip(origin.blocks, table.blocks)):
-            mine += theirs[:num_full]
-            self.pools[group].lease_all(mine)
-            if rest:
-                mine += self._allocate(group, 1)
-                copies.append((group, theirs[num_full], mine[num_full]))
-        self.tables[child] = table
-        return copies
+        return self._growth.fork(parent, child, num_tokens)
 
-    def lease(self, group: int, block: int) -> None:
-        """One more lease on a leased or cached block, for a copy or a transfer in flight."""
-        self.pools[group].lease(block)
-        self.extra_leases[group, block] = self.extra_leases.get((group, block), 0) + 1
+    def set_aside(self, count: int) -> None:
+        """The caller has promised so many blocks of each group besides."""
+        self.promises.set_aside = count
 
-    def unlease(self, group: int, block: int) -> None:
-        """Gives a lease of `lease` back."""
-        count = self.extra_leases.get((group, block), 0)
-        assert count > 0, f"block {block} of group {group} has no extra lease"
-        if count > 1:
-            self.extra_leases[group, block] = count - 1
-        else:
-            del self.extra_leases[group, block]
-        pool = self.pools[group]
-        pool.unlease(block)
-        if not pool.leases[block]:
-            self._touch_prefix(group, pool.node[block])
+    def set_prefill_speed(self, tokens_per_s: float) -> None:
+        """As measured: copying blocks back is weighed against computing them."""
+        self.lookup.prefill_tokens_per_s = tokens_per_s
+
+    def may_resume(self) -> bool:
+        """Whether the pools are empty enough for a preempted request to come back."""
+        most = self.settings.max_util_for_resume
+        return all(pool.num_total - pool.num_available < most * pool.num_total for pool in self._attention_pools())
+
+    def abandon(self, owner: int) -> None:
+        """The owner of `fetch` waits no longer."""
+        self.tiers.abandon(owner)
+
+    def copy(self, group: int, source: int, destination: int) -> None:
+        """The next plan copies a device block, before whoever writes either."""
+        self.tiers.copy(group, source, destination)
 
     def reset(self) -> None:
-        """Forgets everything computed so far: cached blocks are free, no block is found again.
+        """Forgets everything computed so far: cached blocks are free, no block is found again, but for pinned ones.
 
         Owners that run keep their blocks, and nothing of theirs is indexed any more.
         """
         for root in list(self.index.spaces):
-            self._forget(root)
+            self._growth.forget(root)
+        self.pins.restore()
+
+    # ---- leases and pins ---------------------------------------------------------------------
+
+    def lease(self, group: int, block: int) -> None:
+        """One more lease on a leased or cached device block."""
+        self.store.lease(group, block)
+
+    def unlease(self, group: int, block: int) -> None:
+        """Gives a lease of `lease` back."""
+        self.store.unlease(group, block)
+        pool = self.store.pools[group]
+        if not pool.leases[block]:
+            self._growth.naming.touch_prefix(group, pool.node[block])
+
+    def pin(self, name: str, tokens: Tokens, claim: Claim, *, longest: int = 0) -> str:
+        """Keeps the whole blocks of a prompt whatever the pressure, until `unpin`; returns why not, or "".
+
+        `longest`: a sequence of so many tokens has to fit in beside the pins.
+        """
+        found = self.lookup.find(tokens, claim, claim.prompt_len) if self.settings.reuse else NOTHING
+        wanted: list[Pinned] = []
+        for group in range(len(self.groups)):
+            for at in self.lookup.needed(group, found.length):
+                node = found.path[at]
+                pool = group if self.index.blocks[group][node] != NONE else group + len(self.groups)
+                wanted.append(Pinned(pool, at, self.store.block_of(pool, node)))
+        spare = [self.promises.spare(group) for group in range(len(self.groups))]
+        spare += [pool.num_available for pool in self.store.pools[len(self.groups) :]]
+        needs = [self.promises.most(group, longest) for group in range(len(self.groups))]
+        return self.pins.pin(name, claim, found.path[: found.length], wanted, spare=spare, needs=needs)
+
+    def unpin(self, name: str) -> bool:
+        """False: there is no such pin."""
+        return self.pins.unpin(name)
+
+    # ---- the plan's part ---------------------------------------------------------------------
+
+    def advance(self, now_s: float) -> None:
+        """The time goes on: priorities end."""
+        self.store.keeping.advance(now_s)
+
+    def begin(self, owner: int, slot: int) -> None:
+        """An admitted owner got its slot, whose recurrent state begins with what was found."""
+        self.snapshots.begin(owner, slot)
+
+    def next_stop(self, owner: int, num_planned: int) -> int:
+        """Where the next chunk has to end at the latest, since a state is saved there."""
+        return self.snapshots.next_stop(self.tables[owner], num_planned)
+
+    def save(self, owner: int, position: int, slot: int) -> None:
+        """The plan's rows bring the owner to `position`."""
+        self.snapshots.save(self.tables[owner], position, slot)
+
+    def take_copies(self) -> Ints:
+        return self.tiers.take_copies()
+
+    def take_transfers(self) -> Ints:
+        self.tiers.look_ahead([self.promises.spare(group) for group in range(len(self.groups))])
+        return self.tiers.take_transfers()
+
+    def take_restores(self) -> Ints:
+        return self.snapshots.take_restores()
+
+    def take_saves(self) -> Ints:
+        return self.snapshots.take_saves()
+
+    def take_arrived(self) -> list[int]:
+        """Owners of `fetch` that need not wait any longer."""
+        return self.tiers.take_arrived()
+
+    def finish_copies(self, ids: Iterable[int]) -> None:
+        self.tiers.finish(ids)
+
+    def fail_copies(self, ids: Iterable[int]) -> None:
+        self.tiers.fail(ids)
+
+    @property
+    def copies_in_flight(self) -> bool:
+        return self.tiers.is_busy
+
+    def take_events(self) -> list[dict[str, Any]]:
+        return self.store.events.take()
+
+    def close(self) -> None:
+        """Another process may have the disk's folder."""
+        self.tiers.close()
 
     def check(self) -> None:
         """Recounts everything, in time linear in the pools; raises AssertionError with what disagrees."""
-        check_cache(self.pools, self.index, self.tables, self.extra_leases)
-
-    def _space(self, salt: str) -> Namespace:
-        return self._base._replace(salt=salt) if salt else self._base
-
-    def _reusable(self, tokens: Tokens, salt: str, limit: int | None) -> list[int]:
-        """The nodes of the longest prefix that has its block in every group."""
-        max_tokens = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-        if not self.reuse or max_tokens < self.tokens_per_block:
-            return []
-        path = self.index.walk(self._space(salt), tokens, max_tokens // self.tokens_per_block)
-        for blocks in self.index.blocks:
-            for at, node in enumerate(path):
-                if blocks[node] == NONE:
-                    del path[at:]
-                    break
-        return path
-
-    def _allocate(self, group: int, count: int) -> list[int]:
-        """`count` blocks with one lease each; the caller knows that they are available."""
-        pool = self.pools[group]
-        num_evictions = count - len(pool.free)
-        if num_evictions > 0:
-            self.index.clear_blocks(group, pool.evict(num_evictions))
-            self.counters.evictions += num_evictions
-        self.counters.allocated_blocks += count
-        return pool.take(count)
-
-    def _index_blocks(self, group: int, nodes: list[int], blocks: list[int]) -> None:
-        """Names an owner's full blocks at the nodes of their tokens."""
-        named, uses, names = self.index.blocks[group], self.index.uses, self.pools[group].node
-        for node, block in zip(nodes, blocks):
-            if named[node] == NONE:
-                assert names[block] == NONE, f"block {block} is indexed at node {names[block]} already"
-                named[node] = block
-                names[block] = node
-                uses[node] += 1
-            else:
-                self._index_again(group, node, block)
-
-    def _index_again(self, group: int, node: int, block: int) -> None:
-        """An owner's full block meets the block of the same tokens: it takes that one's place unless that is leased."""
-        pool = self.pools[group]
-        known = self.index.blocks[group][node]
-        if known != block and not pool.leases[known]:  # the same block: shared by a fork
-            pool.priority[block] = pool.priority[known]
-            pool.clear_node(known)
-            self.index.blocks[group][node] = block
-            pool.set_node(block, node)
-
-    def _use_duplicate(self, group: int, node: int, block: int) -> None:
-        """An unnamed block with the tokens of `node` is about to be given back: its node counts as just used."""
-        pool = self.pools[group]
-        known = self.index.blocks[group][node]
-        if known == NONE:  # evicted since: ours takes its place
-            self.index.set_block(group, node, block)
-            pool.set_node(block, node)
-        elif not pool.leases[known]:
-            pool.touch(known)
-
-    def _forget(self, top: int) -> None:
-        """Takes a node and all below it out of the index. Owners whose tables pass there index nothing more."""
-        nodes = self.index.subtree(top)
-        doomed = set(nodes)
-        for table in self.tables.values():
-            if table.cursor in doomed:
-                self._cut(table, top)
-        for node in reversed(nodes):
-            for group, pool in enumerate(self.pools):
-                block = self.index.blocks[group][node]
-                if block != NONE:
-                    pool.clear_node(block)
-                    self.index.clear_block(group, node)
-
-    def _cut(self, table: Table, top: int) -> None:
-        """The table's indexed blocks end above `top` for good."""
-        index, cursor = self.index, table.cursor
-        above = index.parent[top]
-        node = cursor
-        while node != above and table.num_indexed:
-            node = index.parent[node]
-            table.num_indexed -= 1
-        table.cursor = above
-        table.commit_at = NEVER
-        if above != NONE:
-            index.pin(above)
-        index.unpin(cursor)
-
-    def _touch_prefix(self, group: int, node: int) -> None:
-        """Keeps the prefix of a block that was just used more recent than the block."""
-        pool, blocks = self.pools[group], self.index.blocks[group]
-        while node != NONE:
-            block = blocks[node]
-            if block != NONE and not pool.leases[block]:
-                pool.touch(block)
-            node = self.index.parent[node]
-
-    def _count_lookup(self, num_tokens: int, num_reused: int) -> None:
-        counters, num_groups = self.counters, len(self.groups)
-        hit_tokens = num_reused * self.tokens_per_block
-        counters.lookups += 1
-        counters.hit_tokens += hit_tokens
-        counters.miss_tokens += num_tokens - hit_tokens
-        counters.reused_blocks += num_reused * num_groups
-        counters.missed_blocks += (self.blocks_needed(num_tokens) - num_reused) * num_groups
+        check_cache(self.store, self.tables, self.promises)

@@ -13,8 +13,7 @@ priority, threaded through two lists of integers, so that every operation on a b
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from headrace.seam import DUMMY_BLOCK
 
@@ -27,11 +26,13 @@ class BlockPool:
     """Block ids 1 .. `num_blocks` - 1; the dummy block 0 counts in `num_blocks` and is never handed out."""
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks > 1, num_blocks
+        assert num_blocks > 0, num_blocks
         self.num_blocks = num_blocks
         self.free = list(range(num_blocks - 1, DUMMY_BLOCK, -1))
         """A stack of block ids."""
         self.leases = [0] * num_blocks
+        self.num_leases = 0
+        """Of all blocks together."""
         self.node = [NO_NODE] * num_blocks
         """By block: the index node that names it, or NO_NODE."""
         self.priority = [DEFAULT_PRIORITY] * num_blocks
@@ -39,6 +40,9 @@ class BlockPool:
         # The ring of priority p starts and ends at the position num_blocks + p, which is no block.
         self.next = list(range(num_blocks + MAX_PRIORITY + 1))
         self.prev = list(self.next)
+        self.used = [0] * num_blocks
+        """By block: the clock when it was last queued."""
+        self.clock = 0
         self.levels = 0
         """Bit p is set when the ring of priority p isn't empty."""
 
@@ -59,10 +63,16 @@ class BlockPool:
         """Blocks that `evict` and `take` can bring."""
         return len(self.free) + self.num_cached
 
+    @property
+    def num_shared(self) -> int:
+        """Leases beyond the first one of each block."""
+        return self.num_leases - self.num_leased
+
     def take(self, count: int) -> list[int]:
         """Hands out `count` free blocks with one lease each."""
         free = self.free
         assert count <= len(free), f"{count} blocks wanted, {len(free)} free"
+        self.num_leases += count
         if count == 1:
             block = free.pop()
             self.leases[block] = 1
@@ -75,6 +85,15 @@ class BlockPool:
         for block in blocks:
             leases[block] = 1
         return blocks
+
+    def take_these(self, blocks: Iterable[int]) -> None:
+        """Hands out exactly these free blocks, with one lease each."""
+        wanted = set(blocks)
+        assert wanted <= set(self.free), "a block is not free"
+        self.free = [block for block in self.free if block not in wanted]
+        self.num_leases += len(wanted)
+        for block in wanted:
+            self.leases[block] = 1
 
     def evict(self, count: int) -> list[int]:
         """Frees the next `count` cached blocks; returns the nodes that named them, in that order."""
@@ -104,12 +123,14 @@ class BlockPool:
             assert self.node[block] >= 0, f"block {block} is free: only `take` hands it out"
             self._unqueue(block)
         self.leases[block] = count + 1
+        self.num_leases += 1
 
     def unlease(self, block: int) -> None:
         """One holder less; after the last one the block is cached when the index names it, else free."""
         count = self.leases[block] - 1
         assert count >= 0, f"block {block} has no lease to give back"
         self.leases[block] = count
+        self.num_leases -= 1
         if not count:
             if self.node[block] >= 0:
                 self._queue(block)
@@ -155,10 +176,27 @@ class BlockPool:
         if queued:
             self._queue(block)
 
+    def put_back(self, block: int, used: int) -> None:
+        """Makes a cached block as old as it was when `used` was read."""
+        self._unqueue(block)
+        end = self.num_blocks + self.priority[block]
+        after = self.next[end]
+        while after != end and self.used[after] < used:
+            after = self.next[after]
+        before = self.prev[after]
+        self.next[before] = self.prev[after] = block
+        self.prev[block], self.next[block] = before, after
+        self.levels |= 1 << self.priority[block]
+        self.num_cached += 1
+        self.used[block] = used
+
     def eviction_order(self) -> Iterator[int]:
         """The cached blocks, the next victim first."""
-        for level in range(MAX_PRIORITY + 1):
-            end = self.num_blocks + level
+        levels = self.levels
+        while levels:
+            lowest = levels & -levels
+            levels ^= lowest
+            end = self.num_blocks + lowest.bit_length() - 1
             block = self.next[end]
             while block != end:
                 yield block
@@ -179,6 +217,7 @@ class BlockPool:
         self.prev[end] = block
         self.levels |= 1 << level
         self.num_cached += 1
+        self.clock = self.used[block] = self.clock + 1
 
     def _unqueue(self, block: int) -> None:
         before = self.prev[block]
@@ -190,13 +229,3 @@ class BlockPool:
         if before == after:  # only the ring's end is left
             self.levels &= ~(1 << (before - self.num_blocks))
         self.num_cached -= 1
-
-
-def num_available(pools: Sequence[BlockPool]) -> int:
-    """Blocks that every pool can bring: the fewest of all."""
-    fewest = sys.maxsize
-    for pool in pools:
-        count = len(pool.free) + pool.num_cached
-        if count < fewest:
-            fewest = count
-    return fewest

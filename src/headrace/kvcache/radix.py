@@ -1,21 +1,26 @@
 """The radix index: which blocks hold the KV of which tokens, by namespace and prefix.
 
-A node stands for one full block of tokens after one exact prefix, and names at most one block per pool (one pool per
-layer group and tier). A node is an index into flat lists. An edge is the bytes of the block's token ids, so finding
-a child compares or hashes each block of a prompt once and its prefix never.
+A node stands for one block of tokens after one exact prefix, and names at most one block per pool (one pool per
+layer group and tier). A node is an index into flat lists. An edge is the bytes of the block's token ids and of its
+media, so finding a child compares or hashes each block of a prompt once and its prefix never. A node of fewer tokens
+than a block, a suffix, has no children and is never on a path: only `nearest` finds it.
 
-A node lives while it is used: by a block it names, by a child, or by a pin. A node without a block in some pool is a
+A node lives while it is used: by a block it names, by a child, or by a pin. Of those that are gone, a bounded number
+is remembered by name, to tell what was evicted from what was never there. A node without a block in some pool is a
 hole there; its descendants can't be reached through that pool until somebody computes those tokens again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from struct import Struct
+from itertools import islice
+from struct import Struct, pack
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headrace.types import MediaSpan
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.signedinteger[Any]]"
 """Token ids; each fits into 32 bits."""
@@ -25,6 +30,12 @@ MANY = -2
 """In `child`: the node has two or more children, which are in `forks`."""
 DEAD = -1
 """In `uses`: the node id is spare."""
+
+MAX_SIBLINGS = 32
+"""Children that `nearest` looks at, the newest of those that begin with the same token."""
+MAX_GHOSTS = 1 << 16
+_MEDIA = Struct("<iiI")
+"""Before each digest: first token in the block, that token's place in the item, length of the digest."""
 
 
 class Namespace(NamedTuple):
@@ -36,10 +47,52 @@ class Namespace(NamedTuple):
     salt: str = ""
     adapter: int = 0
     """Load id of the LoRA adapter; 0 is the base model."""
+    scope: str = ""
+    """The request or conversation that alone may find its blocks; "" is everybody."""
     revision: str = ""
-    """Of the model's weights."""
+    """Of the model's weights and of all else that `EngineFacts.fingerprint` names."""
     dtypes: tuple[str, ...] = ()
     """KV dtype of each layer group."""
+
+
+def media_key(media: Sequence[MediaSpan], start: int, end: int) -> bytes:
+    """Which items stand where among the tokens [start, end)."""
+    parts: list[bytes] = []
+    for span in media:
+        if span.start < end and span.start + span.length > start:
+            first = max(span.start, start)
+            parts.append(_MEDIA.pack(first - start, first - span.start, len(span.digest)) + span.digest)
+    return b"".join(parts)
+
+
+class Ghosts:
+    """Which nodes were there and are gone, as far as a bounded memory tells."""
+
+    def __init__(self) -> None:
+        self.serial: list[int] = []
+        """By node: a number that no other node ever has; of a root its namespace's hash."""
+        self._next_serial = 0
+        self._newer: set[int] = set()
+        """Hashes of (serial of the parent, edge)."""
+        self._older: set[int] = set()
+
+    def meet(self, node: int) -> None:
+        """A node begins."""
+        self._next_serial += 1
+        if node == len(self.serial):
+            self.serial.append(self._next_serial)
+        else:
+            self.serial[node] = self._next_serial
+
+    def add(self, parent: int, key: bytes) -> None:
+        """A child of `parent` is gone."""
+        self._newer.add(hash((self.serial[parent], key)))
+        if len(self._newer) > MAX_GHOSTS:
+            self._newer, self._older = set(), self._newer
+
+    def has(self, serial: int, key: bytes) -> bool:
+        ghost = hash((serial, key))
+        return ghost in self._newer or ghost in self._older
 
 
 class RadixIndex:
@@ -50,6 +103,8 @@ class RadixIndex:
         self.child: list[int] = []
         """The only child, or NONE, or MANY."""
         self.forks: dict[int, dict[bytes, int]] = {}
+        self._heads: dict[int, dict[bytes, dict[int, None]]] = {}
+        """By node with several children: by first token, those children, the oldest first."""
         self.key: list[bytes] = []
         """The edge from the parent; empty for a root."""
         self.uses: list[int] = []
@@ -60,21 +115,35 @@ class RadixIndex:
         self.spaces: dict[int, Namespace] = {}
         """The namespace of each root."""
         self.spare: list[int] = []
+        self.version = 0
+        """Grows with every name that is given or taken."""
+        self._ghosts = Ghosts()
 
     @property
     def num_nodes(self) -> int:
         """Roots included."""
         return len(self.key) - len(self.spare)
 
-    def edge(self, tokens: Tokens, at: int) -> bytes:
-        """The key of block `at` of a sequence."""
-        start = at * self.tokens_per_block
-        part = tokens[start : start + self.tokens_per_block]
+    def pack(self, tokens: Tokens, start: int, end: int) -> bytes:
+        """The bytes of tokens [start, end)."""
+        part = tokens[start:end]
         if isinstance(part, np.ndarray):
             return part.astype("<i4").tobytes()
-        return self._pack(*part)
+        return pack(f"<{len(part)}i", *part)
 
-    def walk(self, space: Namespace, tokens: Tokens, max_blocks: int) -> list[int]:
+    def edge(self, tokens: Tokens, at: int, media: Sequence[MediaSpan] = ()) -> bytes:
+        """The key of block `at` of a sequence."""
+        start = at * self.tokens_per_block
+        end = start + self.tokens_per_block
+        part = tokens[start:end]
+        key = part.astype("<i4").tobytes() if isinstance(part, np.ndarray) else self._pack(*part)
+        return key + media_key(media, start, end) if media else key
+
+    def tokens_of(self, node: int) -> list[int]:
+        """The tokens of the node's own block."""
+        return np.frombuffer(self.key[node][: 4 * self.tokens_per_block], "<i4").tolist()
+
+    def walk(self, space: Namespace, tokens: Tokens, max_blocks: int, media: Sequence[MediaSpan] = ()) -> list[int]:
         """The nodes of the longest known prefix of whole blocks, the first block's node first; holes included."""
         path: list[int] = []
         node = self.roots.get(space, NONE)
@@ -85,7 +154,7 @@ class RadixIndex:
             below = child[node]
             if below == NONE:
                 break
-            key = self.edge(tokens, at)
+            key = self.edge(tokens, at, media)
             if below == MANY:
                 node = forks[node].get(key, NONE)
                 if node == NONE:
@@ -97,11 +166,49 @@ class RadixIndex:
             path.append(node)
         return path
 
+    def nearest(self, node: int, part: bytes, media: bytes) -> list[tuple[int, int]]:
+        """Children of `node` that share their first tokens with `part` (the bytes of token ids), the most first.
+
+        -> (child, tokens shared). `media` is the `media_key` of the whole block that `part` is the front of.
+        Looks at MAX_SIBLINGS children at most.
+        """
+        below, head = self.child[node], part[:4]
+        if below == MANY:
+            same = self._heads[node].get(head)
+            if same is None:
+                return []
+            children = list(islice(reversed(same), MAX_SIBLINGS))
+        elif below != NONE and head and self.key[below].startswith(head):
+            children = [below]
+        else:
+            return []
+        counts = [(child, self._num_shared(self.key[child], part, media)) for child in children]
+        return sorted([pair for pair in counts if pair[1]], key=lambda pair: -pair[1])
+
+    def _num_shared(self, key: bytes, part: bytes, media: bytes) -> int:
+        size = min(len(key), len(part), 4 * self.tokens_per_block)
+        differ = int.from_bytes(key[:size], "little") ^ int.from_bytes(part[:size], "little")
+        count = ((differ & -differ).bit_length() - 1) // 32 if differ else size // 4
+        others = key[4 * self.tokens_per_block :]
+        if others != media:  # as far as there is no item in either
+            for mine in filter(None, (others, media)):
+                count = min(count, _MEDIA.unpack_from(mine)[0])
+        return count
+
+    def has_child(self, node: int, key: bytes) -> bool:
+        below = self.child[node]
+        return key in self.forks[node] if below == MANY else below != NONE and self.key[below] == key
+
+    def was_evicted(self, space: Namespace, node: int, key: bytes) -> bool:
+        """Whether `node` (NONE: the root) had a child along `key` that is gone, as far as that is remembered."""
+        return self._ghosts.has(hash(space) if node == NONE else self._ghosts.serial[node], key)
+
     def root(self, space: Namespace) -> int:
         """The namespace's root, made when it isn't there. Pin it or give it a child before anything else."""
         node = self.roots.get(space, NONE)
         if node == NONE:
             node = self._new_node(NONE, b"")
+            self._ghosts.serial[node] = hash(space)
             self.roots[space] = node
             self.spaces[node] = space
         return node
@@ -117,12 +224,15 @@ class RadixIndex:
             if found != NONE:
                 return found
             new = fork[key] = self._new_node(node, key)
+            self._heads[node].setdefault(key[:4], {})[new] = None
         else:
             other = self.key[below]
             if other == key:
                 return below
             new = self._new_node(node, key)
             self.forks[node] = {other: below, key: new}
+            heads = self._heads[node] = {other[:4]: {below: None}}
+            heads.setdefault(key[:4], {})[new] = None
             self.child[node] = MANY
         self.uses[node] += 1
         return new
@@ -149,15 +259,18 @@ class RadixIndex:
         assert self.blocks[pool][node] == NONE, f"node {node} names block {self.blocks[pool][node]} already"
         self.blocks[pool][node] = block
         self.uses[node] += 1
+        self.version += 1
 
     def clear_block(self, pool: int, node: int) -> None:
         """The node becomes a hole in this pool, and goes when nothing else uses it."""
         assert self.blocks[pool][node] != NONE, f"node {node} names no block"
         self.blocks[pool][node] = NONE
+        self.version += 1
         self.unpin(node)
 
     def clear_blocks(self, pool: int, nodes: Iterable[int]) -> None:
         """`clear_block` of each, for nodes that name a block."""
+        self.version += 1
         blocks, uses = self.blocks[pool], self.uses
         for node in nodes:
             blocks[node] = NONE
@@ -180,8 +293,10 @@ class RadixIndex:
             self.parent[node] = parent
             self.key[node] = key
             self.uses[node] = 0
+            self._ghosts.meet(node)
             return node
         node = len(self.key)
+        self._ghosts.meet(node)
         self.parent.append(parent)
         self.child.append(NONE)
         self.key.append(key)
@@ -197,12 +312,17 @@ class RadixIndex:
                 del self.roots[self.spaces.pop(node)]
             elif self.child[parent] == MANY:
                 fork = self.forks[parent]
-                del fork[self.key[node]]
+                key = self.key[node]
+                del fork[key]
                 if len(fork) == 1:
                     (self.child[parent],) = fork.values()
-                    del self.forks[parent]
+                    del self.forks[parent], self._heads[parent]
+                else:
+                    self._unhead(parent, key[:4], node)
             else:
                 self.child[parent] = NONE
+            if parent != NONE:
+                self._ghosts.add(parent, self.key[node])
             self.key[node] = b""
             self.uses[node] = DEAD
             self.spare.append(node)
@@ -210,3 +330,11 @@ class RadixIndex:
                 return
             self.uses[parent] -= 1
             node = parent
+
+    def _unhead(self, parent: int, head: bytes, node: int) -> None:
+        heads = self._heads[parent]
+        same = heads[head]
+        if len(same) == 1:
+            del heads[head]
+        else:
+            del same[node]

@@ -3,30 +3,63 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
+
+from headrace.kvcache.claim import Claim
 
 NEVER = sys.maxsize
 
 
+@dataclass(slots=True, eq=False)
+class Part:
+    """The table of one layer group. A recurrent group's stays empty."""
+
+    blocks: list[int] = field(default_factory=list[int])
+    """Entry i holds the KV of tokens i * tokens_per_block and on, and is one lease; out of the window it is block 0."""
+    first: int = 0
+    """Entries before it, sinks aside, are out of the window."""
+    num_held: int = 0
+    """Entries that are leases."""
+    num_entitled: int = 0
+    """Blocks that are promised, those held included; 0 without a promise."""
+
+
+@dataclass(slots=True, eq=False)
 class Table:
-    """Entry i of every group's list holds the KV of tokens i * tokens_per_block and on. Each entry is one lease."""
-
-    __slots__ = ("blocks", "capacity", "commit_at", "cursor", "num_announced", "num_indexed", "num_reused")
-
-    def __init__(self, num_groups: int, *, cursor: int, commit_at: int) -> None:
-        self.blocks: tuple[list[int], ...] = tuple([[] for _ in range(num_groups)])
-        self.capacity = 0
-        """Tokens that fit into the blocks."""
-        self.cursor = cursor
-        """The pinned index node of the last indexed block (a root when there is none); NONE without an index."""
-        self.num_indexed = 0
-        """Leading blocks that have a node; the node may name another owner's block with the same tokens."""
-        self.commit_at = commit_at
-        """Computed tokens at which the next block is full; NEVER when nothing more is to be indexed."""
-        self.num_reused = 0
-        """Leading blocks that this owner found; a fork counts what its parent found."""
-        self.num_announced = 0
-        """Leading blocks that `take_new_blocks` has returned."""
+    claim: Claim
+    parts: tuple[Part, ...]
+    cursor: int
+    """The pinned index node of the last indexed block (a root when there is none); NONE without an index."""
+    index_at: int
+    """Computed tokens at which the next block is full; NEVER when nothing more is to be indexed."""
+    grows: bool = False
+    """It may take more than it was promised."""
+    slides: bool = True
+    """Entries leave as they get out of the window."""
+    slide_at: int = NEVER
+    """Computed tokens at which the next one does."""
+    num_blocks: int = 0
+    """Entries of each attention group."""
+    capacity: int = 0
+    """Tokens that fit into the blocks."""
+    num_indexed: int = 0
+    """Leading blocks that have a node; the node may name another owner's block with the same tokens."""
+    num_reused: int = 0
+    """Leading blocks that this owner found; a fork counts what its parent found."""
+    num_announced: int = 0
+    """Leading blocks that `take_new_blocks` has returned."""
+    gone: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(group, entry) that left since."""
+    stops: tuple[int, ...] = ()
+    """Positions at which recurrent states are saved, ascending."""
+    saved: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
+    """By position: (group, snapshot block), leased and not yet named."""
 
     @property
-    def num_blocks(self) -> int:
-        return len(self.blocks[0])
+    def blocks(self) -> tuple[list[int], ...]:
+        return tuple([part.blocks for part in self.parts])
+
+    @property
+    def commit_at(self) -> int:
+        """Computed tokens at which `commit` has something to do."""
+        return min(self.index_at, self.slide_at)

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from headrace.attention.port import AttentionSpec
-from headrace.kernels.rope import apply_rope
+from headrace.kernels.quantise import Form
+from headrace.kernels.rope_write import Projected
 from headrace.layers.linear import Linear
 from headrace.layers.norm import HeadNorm
 from headrace.layers.port import Act, ForwardStep
+from headrace.layers.weights import Parameter, Slot
 
-Heads = tuple[Tensor, Tensor, Tensor]
-"""q [tokens, heads, dim], k and v [tokens, kv_heads, dim], of this rank."""
+
+class KvScales:
+    """The scales of an FP8 cache, where a checkpoint states them: `{name}.k_scale:k` and `{name}.v_scale:v`."""
+
+    def __init__(self, name: str, *, device: torch.device) -> None:
+        self._parameters = tuple(
+            Parameter(
+                f"{name}.{part}_scale", [Slot(part, (1,))], dtype=torch.float32, device=device, init="one", default=1.0
+            )
+            for part in ("k", "v")
+        )
+        self.values = (1.0, 1.0)
+        """Of keys and of values."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return self._parameters
+
+    def finish(self) -> None:
+        k, v = (float(parameter.take()) for parameter in self._parameters)
+        if not (k > 0 and v > 0):
+            raise ValueError(f"{self._parameters[0].name} and v_scale must be greater than 0, not {k} and {v}")
+        self.values = (k, v)
 
 
 class Attention:
@@ -24,6 +50,7 @@ class Attention:
         *,
         spec: AttentionSpec,
         rope: str,
+        kv_scales: KvScales,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
     ) -> None:
@@ -33,30 +60,38 @@ class Attention:
         """
         self.qkv = qkv
         self.out = out
-        self.spec = spec
         self.rope = rope
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self._widths = (
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
+        self._spec = spec
+        self._kv_scales = kv_scales
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """With the checkpoint's scales once it is loaded."""
+        scales = self._kv_scales.values
+        if (self._spec.k_scale, self._spec.v_scale) != scales:
+            self._spec = replace(self._spec, k_scale=scales[0], v_scale=scales[1])
+        return self._spec
+
+    def project(self, act: Act, step: ForwardStep) -> Projected:
+        """[tokens, hidden] -> the packed heads, and what is owed to them"""
+        rope = step.ropes[self.rope]
+        return Projected(
+            self.qkv(act),
+            self._spec.num_heads,
+            self._spec.num_kv_heads,
+            rope.cos,
+            rope.sin,
+            q_norm=None if self.q_norm is None else self.q_norm.ready(),
+            k_norm=None if self.k_norm is None else self.k_norm.ready(),
         )
 
-    def project(self, act: Act, step: ForwardStep) -> Heads:
-        """[tokens, hidden] -> q, k, v with rope applied"""
-        q, k, v = self.qkv(act).split(self._widths, dim=-1)
-        q = q.unflatten(-1, (-1, self.spec.head_dim))
-        k = k.unflatten(-1, (-1, self.spec.head_dim))
-        v = v.unflatten(-1, (-1, self.spec.head_dim))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        rope = step.ropes[self.rope]
-        q, k = apply_rope(q, k, rope.cos, rope.sin)
-        return q, k, v
+    @property
+    def wanted(self) -> Form:
+        """How the output projection takes what was mixed."""
+        return self.out.wanted
 
-    def output(self, mixed: Tensor) -> Tensor:
+    def output(self, mixed: Act) -> Tensor:
         """[tokens, heads * dim] -> [tokens, hidden], partial"""
-        return self.out(Act(mixed))
+        return self.out(mixed)

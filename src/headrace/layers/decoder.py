@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.layers.attention import Attention, Heads
+from headrace.layers.attention import Attention
 from headrace.layers.embedding import Embedding, Head
 from headrace.layers.mlp import Mlp
 from headrace.layers.norm import Norm
-from headrace.layers.port import Act, ForwardStep, Layer, Mixer, Rope
+from headrace.layers.port import Act, AttentionSpec, ForwardStep, Layer, Mixer, Projected, Rope
 from headrace.layers.rope import Rotary
 
 PRE_NORM_RULES: Mapping[str, str] = {
@@ -20,6 +20,8 @@ PRE_NORM_RULES: Mapping[str, str] = {
     "model.layers.*.self_attn.q_proj.*": "layers.*.attention.qkv.*:q",
     "model.layers.*.self_attn.k_proj.*": "layers.*.attention.qkv.*:k",
     "model.layers.*.self_attn.v_proj.*": "layers.*.attention.qkv.*:v",
+    "model.layers.*.self_attn.k_scale": "layers.*.attention.qkv.k_scale:k",
+    "model.layers.*.self_attn.v_scale": "layers.*.attention.qkv.v_scale:v",
     "model.layers.*.self_attn.o_proj.*": "layers.*.attention.out.*",
     "model.layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm.weight",
     "model.layers.*.mlp.gate_proj.*": "layers.*.mlp.gate_up.*:gate",
@@ -42,17 +44,21 @@ class PreNormLayer:
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
-        self.spec = attention.spec
+        input_norm.feed(attention.qkv)
+        mlp_norm.feed(mlp.gate_up)
 
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Heads, Tensor]:
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.attention.spec
+
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Projected, Tensor]:
         act, residual = self.input_norm(partial, residual)
         return self.attention.project(act, step), residual
 
-    def mix(self, mixer_input: Any, mixer: Mixer) -> Tensor:
-        q, k, v = mixer_input
-        return mixer(q, k, v).flatten(1)
+    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
+        return mixer(mixer_input, self.attention.wanted)
 
-    def after(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor, Tensor]:
         act, residual = self.mlp_norm(self.attention.output(mixed), residual)
         return self.mlp(act), residual
 

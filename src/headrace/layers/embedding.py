@@ -126,11 +126,12 @@ class Head:
         return self.recipe.rows(self._ready(), ids)
 
     def __call__(self, act: Act) -> Tensor:
-        """[rows, hidden] -> float32 logits [rows, vocab], gathered over ranks"""
-        local = self.recipe.linear(act, self._ready(), out_dtype=torch.float32)
+        """[rows, hidden] -> logits [rows, vocab], gathered over ranks: float32, on a GPU the product's own dtype"""
+        # A GPU's product rounds to its dtype first anyway; the sampler widens the rows that need it.
+        local = self.recipe.linear(act, self._ready(), out_dtype=None if act.data.is_cuda else torch.float32)
         logits = self.parallel.collectives.all_gather(local, -1)[:, : self.vocab_size]
         if self.soft_cap is not None:
-            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+            logits = self.soft_cap * torch.tanh(logits.float() / self.soft_cap)
         return logits
 
     def _ready(self) -> PreparedWeight:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from headrace.attention.port import AttentionSpec
-from headrace.layers.attention import Attention
+from headrace.layers.attention import Attention, KvScales
 from headrace.layers.embedding import Embedding, Head
 from headrace.layers.linear import Linear, Output, column_linear, replicated_linear, row_linear
 from headrace.layers.mlp import Mlp, activation
@@ -110,11 +110,14 @@ class LayerFactory:
             window=window,
             soft_cap=soft_cap,
         )
+        kv_scales = KvScales(f"{name}.qkv", device=self.device)
+        self.modules.append(kv_scales)
         return Attention(
             self._column(f"{name}.qkv", hidden_size, outputs, bias=qkv_bias),
             self._row(f"{name}.out", num_heads * head_dim, hidden_size, share=q_share, bias=out_bias),
             spec=spec,
             rope=rope,
+            kv_scales=kv_scales,
             q_norm=q_norm,
             k_norm=k_norm,
         )

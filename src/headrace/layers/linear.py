@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.kernels.quantise import Form
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act
 from headrace.layers.weights import Parameter, Part, Slot
-from headrace.quant.port import PreparedWeight, Recipe
+from headrace.quant.port import PreparedWeight, Recipe, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +46,63 @@ class Linear:
         device: torch.device,
         keeps_bias: bool = True,
     ) -> None:
+        """
+        Args:
+            weight: slots of the plain weight; the recipe says which tensors a checkpoint holds for it.
+        """
         self.name = name
         self.recipe = recipe
-        self._weight = Parameter(f"{name}.weight", weight, dtype=dtype, device=device)
+        self.dtype = dtype
+        self._stored = {stored.name: _parameter(name, stored, weight, device=device) for stored in recipe.stored(dtype)}
+        self._widths = tuple(slot.local_shape[0] for slot in weight)
         self._bias = Parameter(f"{name}.bias", bias, dtype=dtype, device=device) if bias else None
         self._keeps_bias = keeps_bias
         self._prepared: PreparedWeight | None = None
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return (self._weight,) if self._bias is None else (self._weight, self._bias)
+        return (*self._stored.values(),) if self._bias is None else (*self._stored.values(), self._bias)
 
     def finish(self) -> None:
         bias = None if self._bias is None else self._bias.take()
-        self._prepared = self.recipe.prepare(self._weight.take(), bias if self._keeps_bias else None)
+        tensors = {name: parameter.take() for name, parameter in self._stored.items()}
+        self._prepared = self.recipe.load(
+            tensors, bias if self._keeps_bias else None, widths=self._widths, dtype=self.dtype
+        )
+
+    @property
+    def wanted(self) -> Form:
+        """How it takes activations best; it takes plain ones too."""
+        assert self._prepared is not None, f"{self.name} is not loaded"
+        return self.recipe.wanted(self._prepared)
 
     def __call__(self, act: Act) -> Tensor:
         """[tokens, in] -> [tokens, out] of this rank"""
         assert self._prepared is not None, f"{self.name} is not loaded"
         return self.recipe.linear(act, self._prepared)
+
+
+def _parameter(linear: str, stored: Stored, weight: Sequence[Slot], *, device: torch.device) -> Parameter:
+    """The parameter of one stored tensor: slots and shares of the weight, in its units."""
+    slots = [_slot(linear, stored, slot) for slot in weight]
+    init = "normal" if stored.rows == stored.columns == 1 else "one"
+    return Parameter(f"{linear}.{stored.name}", slots, dtype=stored.dtype, device=device, init=init)
+
+
+def _slot(linear: str, stored: Stored, slot: Slot) -> Slot:
+    if stored.rows is None:
+        return Slot(slot.name, (1,))
+    sides = (stored.rows, stored.columns)
+    shape = tuple(1 if side is None else -(-size // side) for size, side in zip(slot.shape, sides))
+    part, side = slot.part, None if slot.part is None else sides[slot.part.dim]
+    if part is None or side is None:
+        return Slot(slot.name, shape)
+    if part.start % side or (part.stop % side and part.stop != slot.shape[part.dim]):
+        raise ValueError(
+            f"{linear}: a rank's share [{part.start}, {part.stop}) cuts blocks of {side} that share a scale:"
+            " choose a tensor_parallel_size that divides the blocks"
+        )
+    return Slot(slot.name, shape, Part(part.dim, part.start // side, -(-part.stop // side)))
 
 
 def replicated_linear(

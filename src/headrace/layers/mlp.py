@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headrace.kernels.act_mul import Activation, act_mul
+from headrace.kernels.act_mul import Activation
+from headrace.kernels.act_mul_quantise import act_mul_quantise
 from headrace.layers.linear import Linear
 from headrace.layers.port import Act
 
@@ -40,4 +41,4 @@ class Mlp:
 
     def __call__(self, act: Act) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], partial"""
-        return self.down(Act(act_mul(self.gate_up(act), self.kind)))
+        return self.down(act_mul_quantise(self.gate_up(act), self.kind, form=self.down.wanted))

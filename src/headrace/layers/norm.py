@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.kernels.norm_quantise import norm_quantise
+from headrace.kernels.quantise import PLAIN, Form
 from headrace.kernels.rms_norm import rms_norm
+from headrace.kernels.rope_write import HeadScale
+from headrace.layers.linear import Linear
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act
 from headrace.layers.weights import Parameter, Slot
@@ -37,11 +41,13 @@ class Scale:
         assert isinstance(normed, Tensor)
         return normed
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (normalised x + residual, x + residual)"""
-        both = rms_norm(x, self._ready(), self.eps, residual=residual, plus_one=self.plus_one)
-        assert isinstance(both, tuple)
-        return both
+    def quantised(self, x: Tensor, *, form: Form, residual: Tensor | None = None) -> tuple[Act, Tensor | None]:
+        """-> (normalised x + residual in the form asked for, x + residual)"""
+        return norm_quantise(x, self._ready(), self.eps, form=form, residual=residual, plus_one=self.plus_one)
+
+    def ready(self) -> HeadScale:
+        """What a kernel that norms heads takes."""
+        return HeadScale(self._ready(), self.eps, self.plus_one)
 
     def _ready(self) -> Tensor:
         assert self._loaded is not None, f"{self.name} is not loaded"
@@ -49,23 +55,31 @@ class Scale:
 
 
 class Norm:
-    """An RMS norm over the hidden state."""
+    """An RMS norm over the hidden state, in the form that the linear behind it takes."""
 
     def __init__(self, scale: Scale, *, parallel: ParallelContext) -> None:
         self.scale = scale
         self.parallel = parallel
+        self._consumer: Linear | None = None
+
+    def feed(self, consumer: Linear) -> None:
+        """Say which linear takes this norm's result, and alone takes it."""
+        self._consumer = consumer
 
     def __call__(self, partial: Tensor | None, residual: Tensor) -> tuple[Act, Tensor]:
-        """Normalise residual + sum of partial over ranks. -> (what linears take, the new residual)
+        """Normalise residual + sum of partial over ranks. -> (what the consumer takes, the new residual)
 
         Args:
             partial: [tokens, hidden], or None when nothing is owed to the residual.
             residual: [tokens, hidden].
         """
+        form = PLAIN if self._consumer is None else self._consumer.wanted
         if partial is None:
-            return Act(self.scale(residual)), residual
-        normed, residual = self.scale.add(self.parallel.collectives.all_reduce(partial), residual)
-        return Act(normed), residual
+            return self.scale.quantised(residual, form=form)[0], residual
+        reduced = self.parallel.collectives.all_reduce(partial)
+        act, summed = self.scale.quantised(reduced, form=form, residual=residual)
+        assert summed is not None
+        return act, summed
 
     def settle(self, partial: Tensor, residual: Tensor) -> Tensor:
         """Normalise the sum of partial over ranks and add it to the residual: a norm after a block (Gemma)."""
@@ -81,3 +95,6 @@ class HeadNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, heads, dim] -> the same"""
         return self.scale(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    def ready(self) -> HeadScale:
+        return self.scale.ready()

@@ -2,27 +2,27 @@
 
 The runner owns the loop over layers; a layer is `before` / `mix` / `after`. Between layers travel a
 residual and a partial sum: what a norm owes to its consumers (tensor-parallel reduction, residual
-add, normalisation, later quantisation) happens in one place, `norm(partial, residual) -> Act, residual`.
+add, normalisation, quantisation) happens in one place, `norm(partial, residual) -> Act, residual`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from headrace.attention.port import AttentionSpec
+from headrace.kernels.quantise import Form, Quantised
+from headrace.kernels.rope_write import Projected
 
 if TYPE_CHECKING:
     from headrace.layers.weights import WeightMap
 
 
-class Act(NamedTuple):
-    """Activations as a linear takes them: the data, and its scales when a recipe quantised it."""
-
-    data: Tensor  # [tokens, features]
-    scales: Tensor | None = None
+Act = Quantised
+"""Activations as a linear takes them: `data` [tokens, features], and its `scales` when a recipe quantised it."""
 
 
 class Rope(NamedTuple):
@@ -43,25 +43,72 @@ class ForwardStep:
 class Mixer(Protocol):
     """`mix` is handed in by the runner: attention over this layer's cache and group, already bound."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, packed: Projected, form: Form) -> Act:
+        """-> [tokens, heads * dim] in the form asked for"""
+        ...
 
 
 class Layer(Protocol):
     """One decoder layer."""
 
-    spec: AttentionSpec
-
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
-        """Norm, projections, rope. -> (mixer input: (q, k, v) of [tokens, heads, dim], residual)."""
+    @property
+    def spec(self) -> AttentionSpec:
+        """Final once the weights are loaded."""
         ...
 
-    def mix(self, mixer_input: Any, mixer: Mixer) -> Tensor:
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
+        """Norm and projections. -> (what `mix` takes, residual)"""
+        ...
+
+    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
         """-> [tokens, heads * dim]"""
         ...
 
-    def after(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+    def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor | None, Tensor]:
         """Output projection, norm, MLP. -> (partial sum, residual)"""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What a recurrent layer keeps of one sequence, on this rank: tensors that are zero before the first token."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(slots=True)
+class StateStep:
+    """The packed rows of one step, for recurrent layers."""
+
+    slots: Tensor
+    """[rows] int64, each row's place in the states. A row of a sequence that has ended has one that nobody reads."""
+    query_starts: Tensor  # [rows + 1] int32, offsets of the rows in the packed tokens
+    positions: Tensor  # [tokens] int64
+    max_query: int
+    num_context_rows: int
+
+
+@dataclass(slots=True)
+class LiveState:
+    """One recurrent layer's states of all slots in one step: the mixer that the runner hands to it."""
+
+    tensors: tuple[Tensor, ...]
+    """[slots, *shape] each, strided. The layer reads the rows' slots and writes back the states after their tokens."""
+    step: StateStep
+
+
+@runtime_checkable
+class RecurrentLayer(Protocol):
+    """A decoder layer that keeps a state by sequence instead of K and V by token; else as `Layer`."""
+
+    state: StateSpec
+
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]: ...
+
+    def mix(self, mixer_input: Any, mixer: LiveState) -> Act: ...
+
+    def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor | None, Tensor]: ...
 
 
 class Model(Protocol):
@@ -88,5 +135,5 @@ class Model(Protocol):
         ...
 
     def head(self, hidden: Act) -> Tensor:
-        """[rows, hidden] -> float32 logits [rows, vocab]; gathered over ranks, caps applied."""
+        """[rows, hidden] -> logits [rows, vocab]; over all ranks, caps applied. Float32, on a GPU maybe narrower."""
         ...

@@ -68,17 +68,20 @@ class Parameter:
         device: torch.device,
         init: Init = "normal",
         num_padding: int = 0,
+        default: float | None = None,
     ) -> None:
         """
         Args:
             init: what `load_format: dummy` fills it with.
             num_padding: zero rows after the last slot.
+            default: the value of a slot that a checkpoint leaves out; None if it may not.
         """
         self.name = name
         self.slots = tuple(slots)
         self.dtype = dtype
         self.device = device
         self.init: Init = init
+        self.default = default
         rows = sum(slot.local_shape[0] for slot in self.slots) + num_padding
         self.shape = (rows, *self.slots[0].local_shape[1:])
         self._data: Tensor | None = None
@@ -206,8 +209,8 @@ class WeightMap:
 
     @property
     def weight_bytes(self) -> int:
-        """On this rank, before any packing; known before anything is loaded."""
-        return sum(parameter.size_bytes for _, parameter in self._parameters.values())
+        """On this rank, before any packing; known before anything is loaded. Numbers with a default aren't counted."""
+        return sum(parameter.size_bytes for _, parameter in self._parameters.values() if parameter.default is None)
 
     @cached_property
     def _parameters(self) -> dict[str, tuple[Loadable, Parameter]]:

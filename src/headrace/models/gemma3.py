@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.layers.attention import Attention, Heads
+from headrace.layers.attention import Attention
 from headrace.layers.decoder import ROTARY_NAMES, Decoder
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.mlp import Mlp
 from headrace.layers.norm import Norm
-from headrace.layers.port import ForwardStep, Mixer
+from headrace.layers.port import Act, AttentionSpec, ForwardStep, Mixer, Projected
 from headrace.layers.rope import RopeSettings, rope_settings
 from headrace.layers.weights import WeightMap
 from headrace.layers.window import FULL, SLIDING, layer_kinds
@@ -91,17 +91,21 @@ class Gemma3Layer:
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.mlp_post_norm = mlp_post_norm
-        self.spec = attention.spec
+        input_norm.feed(attention.qkv)
+        mlp_norm.feed(mlp.gate_up)
 
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Heads, Tensor]:
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.attention.spec
+
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Projected, Tensor]:
         act, residual = self.input_norm(partial, residual)
         return self.attention.project(act, step), residual
 
-    def mix(self, mixer_input: Any, mixer: Mixer) -> Tensor:
-        q, k, v = mixer_input
-        return mixer(q, k, v).flatten(1)
+    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
+        return mixer(mixer_input, self.attention.wanted)
 
-    def after(self, mixed: Tensor, residual: Tensor) -> tuple[None, Tensor]:
+    def after(self, mixed: Act, residual: Tensor) -> tuple[None, Tensor]:
         residual = self.attention_post_norm.settle(self.attention.output(mixed), residual)
         act, residual = self.mlp_norm(None, residual)
         return None, self.mlp_post_norm.settle(self.mlp(act), residual)

@@ -7,15 +7,16 @@ Formats: the block layouts of ggml. Each is codes with a scale and an offset for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.grouped_linear import GroupedCodes
+from headrace.kernels.quantise import PLAIN, Form
 from headrace.quant import _grouped
 from headrace.quant.none import Dense
-from headrace.quant.port import ActLike, PreparedWeight
+from headrace.quant.port import ActLike, PreparedWeight, Stored
 
 __all__ = ["Gguf"]
 
@@ -39,6 +40,20 @@ class Gguf:
             dtype: of the rows that `rows` gives.
         """
         return _grouped.prepare_codes(_alike([decode(*part) for part in parts]), bias, dtype)
+
+    def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
+        """The plain weight."""
+        return (Stored("weight", dtype),)
+
+    def load(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
+    ) -> PreparedWeight:
+        """`prepare` of the plain weight."""
+        return self.prepare(tensors["weight"], bias)
+
+    def wanted(self, prepared: PreparedWeight) -> Form:
+        """As they are."""
+        return PLAIN
 
     def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
         """[tokens, in] -> [tokens, out]"""

@@ -1,15 +1,20 @@
 """The port of the quant room: how a weight is stored and multiplied.
 
-A layer hands each checkpoint weight to its recipe once (`prepare`), drops its own reference, and multiplies with
-what it got back. What a prepared weight is inside is the recipe's secret.
+A recipe says which tensors a checkpoint holds for a linear's weight (`stored`). The layer hands them over once (`load`,
+or `prepare` for a plain weight), drops its own references, and multiplies with what it got back. What a prepared weight
+is inside is the recipe's secret.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from headrace.kernels.quantise import Form
 
 
 class ActLike(Protocol):
@@ -34,8 +39,41 @@ class PreparedWeight(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a checkpoint for a weight [out, in], each of whose entries stands for a block of the weight's."""
+
+    name: str
+    """Its last name: `weight`, `weight_scale`."""
+    dtype: torch.dtype
+    rows: int | None = 1
+    """The block's height; None is everything, and the tensor [1]."""
+    columns: int | None = 1
+    """The block's width; None is everything, and the tensor [..., 1]."""
+
+
 class Recipe(Protocol):
     """One way to store and multiply a linear layer's weight. Stateless."""
+
+    def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
+        """The tensors, the bias not among them. dtype: of the model's plain weights."""
+        ...
+
+    def load(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
+    ) -> PreparedWeight:
+        """A weight from its stored tensors.
+
+        Args:
+            tensors: by the name in `stored`. Weights that are fused into one lie one below the other.
+            widths: outputs of each of those; [1] tensors have an entry for each.
+            dtype: of what `linear` and `rows` return.
+        """
+        ...
+
+    def wanted(self, prepared: PreparedWeight) -> Form:
+        """The form of activations that `linear` takes without work of its own. It takes plain ones too."""
+        ...
 
     def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
         """weight: [out, in]; bias: [out]. The result holds no reference to a weight that it packed."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.seam import EngineFacts, StepPlan, StepResult
+from headrace.seam import EngineFacts, PoolSizes, StepPlan, StepResult
 
 _DTYPES = {0: np.dtype(np.int32), 1: np.dtype(np.float32)}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -20,8 +20,7 @@ class Array(msgspec.Struct, array_like=True):
 
 
 class Allocate(msgspec.Struct, tag="allocate"):
-    num_blocks: tuple[int, ...]
-    num_slots: int
+    sizes: PoolSizes
 
 
 class Step(msgspec.Struct, tag="step"):

@@ -13,7 +13,10 @@ from headrace.config.show import as_dict
 from headrace.hub.source import ModelSource
 from headrace.kvcache.manager import KvCache
 from headrace.log import phase
+from headrace.runtime.caching import cache_settings
+from headrace.runtime.kv_stats import KvStats
 from headrace.runtime.loop import Link, Loop
+from headrace.runtime.reuse import reuse_of
 from headrace.runtime.settle import Settled, settle
 from headrace.runtime.stats import IterationStats
 from headrace.scheduler.scheduler import Scheduler
@@ -31,12 +34,26 @@ class Core:
 
     def loop(self, args: LlmArgs, link: Link) -> Loop:
         limit = args.iter_stats_max_iterations
+        settings = self.settled.scheduler
+        kv = KvStats(
+            self.facts.groups,
+            max_seq_len=settings.max_seq_len,
+            tokens_per_block=settings.tokens_per_block,
+            interval=args.kv_cache_config.iteration_stats_interval,
+        )
         stats = IterationStats(
+            kv,
             enabled=args.enable_iter_perf_stats,
             max_iterations=1000 if limit is None else limit,
             print_log=args.print_iter_log,
         )
         return Loop(self.scheduler, self.engine, link, stats)
+
+    def close(self) -> None:
+        """End the engine, then what the caches keep for the next start; safe to call twice."""
+        self.engine.close()
+        for section in self.scheduler.sections:
+            section.kv.close()
 
 
 def open_core(args: LlmArgs, engine: EnginePort) -> Core:
@@ -45,7 +62,7 @@ def open_core(args: LlmArgs, engine: EnginePort) -> Core:
         facts = engine.open()
         settled = settle(args, facts)
         with phase("allocating the KV cache"):
-            engine.allocate(settled.num_blocks, settled.scheduler.num_slots)
+            engine.allocate(settled.sizes)
     except BaseException:
         engine.close()
         raise
@@ -53,17 +70,21 @@ def open_core(args: LlmArgs, engine: EnginePort) -> Core:
     caches = [
         KvCache(
             facts.groups,
-            tokens_per_block=settled.scheduler.tokens_per_block,
-            num_blocks=settled.num_blocks,
-            reuse=settled.scheduler.reuse,
+            settled.sizes,
+            cache_settings(args, facts, settled),
+            section=section,
+            num_sections=facts.num_sections,
         )
-        for _ in range(facts.num_sections)
+        for section in range(facts.num_sections)
     ]
+    log.info("%s", reuse_of(caches[0].settings, facts.groups).text)
     return Core(engine, facts, settled, Scheduler(settled.scheduler, caches))
 
 
 def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: float) -> wire.ModelInfo:
     settings = core.settled.scheduler
+    cache = core.scheduler.sections[0].kv.settings
+    reuse = reuse_of(cache, core.facts.groups)
     return wire.ModelInfo(
         model=source.name,
         model_type=core.facts.model_type,
@@ -76,6 +97,10 @@ def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: flo
         enable_chunked_prefill=settings.chunked_prefill,
         kv_num_blocks=core.settled.usable_blocks,
         tokens_per_block=settings.tokens_per_block,
+        reuse=wire.ReuseInfo(
+            granularity=reuse.granularity, event_buffer=cache.event_buffer_size if reuse.granularity else 0
+        ),
+        memory=core.settled.memory.as_dict(),
         settings=as_dict(args, everything=True),
         startup_s=time.monotonic() - started_s,
     )

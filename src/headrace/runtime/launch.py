@@ -71,7 +71,7 @@ class LocalRuntime:
                 self._link.reply(wire.Ready(model_info(self._args, self._source, core, started_s=started_s)))
                 core.loop(self._args, self._link).run()
             finally:
-                core.engine.close()
+                core.close()
         except BaseException as error:  # the front end is told; there is nobody else on this thread
             self._link.reply(failed(error))
 

@@ -86,7 +86,7 @@ class ZmqLink:
                 if self._greeting is not None:
                     self._send(identity, self._greeting)
             messages.append(message)
-            if isinstance(message, wire.GetStats):
+            if isinstance(message, wire.Question):
                 return messages  # `reply` answers the last message's sender
 
     def send(self, outbox: Outbox, step: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace import wire
-from headrace.runtime.stats import IterationStats
+from headrace.runtime.stats import IterationStats, take_kv_events
 from headrace.scheduler.scheduler import Outbox, Scheduler
 from headrace.seam import EnginePort
 
@@ -99,6 +99,13 @@ class Loop:
                     self.scheduler.abort(request_id, reason)
             case wire.GetStats():
                 self.link.reply(wire.Stats(self.stats.take()))
+            case wire.GetKvEvents():
+                self.link.reply(wire.KvEvents(take_kv_events(self.scheduler)))
+            case wire.GetPins(call):
+                self.link.reply(wire.Pins(call, self.scheduler.pins()))
+            case wire.Unpin(call, name):
+                found = self.scheduler.unpin(name)
+                self.link.reply(wire.Pins(call, self.scheduler.pins(), found))
             case wire.Shutdown():
                 self._stopping = True
             case wire.Hello():

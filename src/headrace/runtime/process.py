@@ -72,7 +72,7 @@ def run(order: RuntimeOrder, link: Any) -> None:
         link.greet(Ready(model_info(args, source, core, started_s=started_s)))
         core.loop(args, link).run()
     finally:
-        core.engine.close()
+        core.close()
 
 
 if __name__ == "__main__":

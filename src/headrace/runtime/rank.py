@@ -53,7 +53,7 @@ def serve(order: RankOrder, socket: zmq.Socket[bytes]) -> None:
             continue
         message = codec.decode_to_rank(socket.recv())
         if isinstance(message, codec.Allocate):
-            engine.allocate(message.num_blocks, message.num_slots)
+            engine.allocate(message.sizes)
             socket.send(codec.encode(codec.Allocated()))
         else:
             engine.submit(message.plan)

@@ -17,7 +17,7 @@ from headrace.hub.source import ModelSource
 from headrace.runtime import codec
 from headrace.runtime.children import end_children, start_child
 from headrace.runtime.packing import pack_args, pack_source
-from headrace.seam import EngineFacts, StepPlan, StepResult
+from headrace.seam import EngineFacts, Ints, PoolSizes, StepPlan, StepResult, ints
 
 Message = TypeVar("Message", codec.Opened, codec.Allocated, codec.Done)
 
@@ -44,6 +44,7 @@ class RankGroup:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closed = False
+        self._reports = ReportMerger(size)
         meeting = f"file://{self._folder.name}/meeting"
         for rank in range(size):
             address = f"ipc://{self._folder.name}/rank-{rank}"
@@ -73,8 +74,8 @@ class RankGroup:
         facts = [self._expect(rank, codec.Opened).facts for rank in range(self.size)]
         return _smallest(facts)
 
-    def allocate(self, num_blocks: tuple[int, ...], num_slots: int) -> None:
-        self._broadcast(codec.Allocate(num_blocks, num_slots))
+    def allocate(self, sizes: PoolSizes) -> None:
+        self._broadcast(codec.Allocate(sizes))
         for rank in range(self.size):
             self._expect(rank, codec.Allocated)
 
@@ -83,7 +84,8 @@ class RankGroup:
 
     def collect(self) -> StepResult:
         results = [self._expect(rank, codec.Done).result for rank in range(self.size)]
-        return results[0]
+        finished, failed = self._reports.merge(results)
+        return dataclasses.replace(results[0], finished_copies=finished, failed_copies=failed)
 
     def close(self) -> None:
         if self._closed:
@@ -135,6 +137,36 @@ class RankGroup:
         return message
 
 
+class ReportMerger:
+    """Copies and transfers end on each rank at a time of its own: for the control half when they have on all.
+
+    Each rank holds a share of every block, so one that failed anywhere holds nothing.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._counts: dict[int, int] = {}
+        """By id, the ranks that have reported it; those of all are gone."""
+        self._failed: set[int] = set()
+
+    def merge(self, results: Sequence[StepResult]) -> tuple[Ints, Ints]:
+        """One step's results by rank. -> (ids that have ended on all ranks, those among them that failed on any)"""
+        finished: list[int] = []
+        failed: list[int] = []
+        for result in results:
+            self._failed.update(result.failed_copies.tolist())
+            for copy_id in result.finished_copies.tolist():
+                count = self._counts.pop(copy_id, 0) + 1
+                if count < self._size:
+                    self._counts[copy_id] = count
+                    continue
+                finished.append(copy_id)
+                if copy_id in self._failed:
+                    self._failed.remove(copy_id)
+                    failed.append(copy_id)
+        return ints(finished), ints(failed)
+
+
 class RankOrder(msgspec.Struct):
     """What a rank's process is told on its standard input."""
 
@@ -154,4 +186,5 @@ def _smallest(facts: Sequence[EngineFacts]) -> EngineFacts:
         weight_bytes=max(each.weight_bytes for each in facts),
         activation_bytes=max(each.activation_bytes for each in facts),
         free_bytes=min(each.free_bytes for each in facts),
+        copy_bytes_per_s=min(each.copy_bytes_per_s for each in facts),
     )

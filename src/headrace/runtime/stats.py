@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
+from headrace.runtime.kv_stats import KvStats
 from headrace.scheduler.scheduler import Scheduler
 from headrace.seam import StepResult
 
@@ -13,7 +14,8 @@ from headrace.seam import StepResult
 class IterationStats:
     """A ring of the last records; reading drains it. Switched off it costs one comparison a step."""
 
-    def __init__(self, *, enabled: bool, max_iterations: int = 1000, print_log: bool = False) -> None:
+    def __init__(self, kv: KvStats, *, enabled: bool, max_iterations: int = 1000, print_log: bool = False) -> None:
+        self._kv = kv
         self.enabled = enabled or print_log
         self._print = print_log
         self._ring: deque[dict[str, Any]] = deque(maxlen=None if max_iterations < 0 else max_iterations or 1)
@@ -29,7 +31,7 @@ class IterationStats:
         if not self.enabled:
             return
         now_s = time.monotonic()
-        record = build_record(scheduler, result, latency_s=now_s - self._last_s)
+        record = build_record(scheduler, result, self._kv, latency_s=now_s - self._last_s)
         self._last_s = now_s
         self._completed += scheduler.counts.num_ended
         self._ring.append(record)
@@ -43,12 +45,22 @@ class IterationStats:
             )
 
 
-def build_record(scheduler: Scheduler, result: StepResult, *, latency_s: float) -> dict[str, Any]:
+def take_kv_events(scheduler: Scheduler) -> list[dict[str, Any]]:
+    """The cache events of all sections; where there are several, each event says whose it is."""
+    if len(scheduler.sections) == 1:
+        return scheduler.sections[0].kv.take_events()
+    return [
+        {**event, "attention_dp_rank": rank}
+        for rank, section in enumerate(scheduler.sections)
+        for event in section.kv.take_events()
+    ]
+
+
+def build_record(scheduler: Scheduler, result: StepResult, kv: KvStats, *, latency_s: float) -> dict[str, Any]:
     counts, settings = scheduler.counts, scheduler.settings
     caches = [section.kv.stats for section in scheduler.sections]
-    lookups = sum(c.hit_tokens + c.miss_tokens for c in caches)
     rows = counts.num_context_rows + counts.num_generation_rows
-    return {
+    record: dict[str, Any] = {
         "timestamp": time.time(),
         "iter": result.step,
         "iterLatencyMS": latency_s * 1000,
@@ -62,18 +74,7 @@ def build_record(scheduler: Scheduler, result: StepResult, *, latency_s: float) 
         "maxBatchSizeRuntime": settings.max_batch_size,
         "maxNumTokensStatic": settings.max_num_tokens,
         "maxNumTokensRuntime": settings.max_num_tokens,
-        "kvCacheStats": {
-            "maxNumBlocks": sum(c.num_total[0] for c in caches),
-            "freeNumBlocks": sum(c.num_free[0] for c in caches),
-            "usedNumBlocks": sum(c.num_leased[0] for c in caches),
-            "cachedNumBlocks": sum(c.num_cached[0] for c in caches),
-            "tokensPerBlock": settings.tokens_per_block,
-            "allocTotalBlocks": sum(c.allocated_blocks + c.reused_blocks for c in caches),
-            "allocNewBlocks": sum(c.allocated_blocks for c in caches),
-            "reusedBlocks": sum(c.reused_blocks for c in caches),
-            "missedBlocks": sum(c.missed_blocks for c in caches),
-            "cacheHitRate": sum(c.hit_tokens for c in caches) / lookups if lookups else 0.0,
-        },
+        "kvCacheStats": kv.totals(caches),
         "inflightBatchingStats": {
             "numScheduledRequests": rows,
             "numContextRequests": counts.num_context_rows,
@@ -86,3 +87,7 @@ def build_record(scheduler: Scheduler, result: StepResult, *, latency_s: float) 
         "forwardMS": result.forward_s * 1000,
         "sampleMS": result.sample_s * 1000,
     }
+    by_window = kv.iteration(caches)
+    if by_window is not None:
+        record["kvCacheIterationStats"] = by_window
+    return record

@@ -22,7 +22,11 @@ def chunks(num_rows: int, width: int) -> Iterator[slice]:
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """The array as a tensor, without waiting for the work queued on the device. On a CPU it shares the memory."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host.to(device)
+    # A copy from memory that isn't pinned waits for the stream; torch's cache of pinned memory makes pinning cheap.
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 class RowGroup:

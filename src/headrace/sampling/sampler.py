@@ -119,6 +119,10 @@ class Sampler:
         """A slot begins or resumes. What is wrong with its parameters fails its rows, not this call."""
         self.state.begin(init)
 
+    def upload(self) -> None:
+        """Bring what `begin` changed to the device now, instead of with the next rows."""
+        self.state.upload()
+
     def free(self, slot: int) -> None:
         """Give back what a slot holds; safe to call twice."""
         self.state.free(slot)
@@ -135,7 +139,7 @@ class Sampler:
         """One token a row, remembered for the slots but in HOST_TOKEN rows, where the host chooses.
 
         Args:
-            logits: float32 [rows, vocab], contiguous. Working memory: written to.
+            logits: [rows, vocab], contiguous. Working memory: written to. Rules and draws are computed in float32.
             slots: int64 [rows]. No slot stands in two rows.
             lengths: int64 or int32 [rows], tokens of the sequence (prompt and output) before the sampled one.
             row_flags: the seam's row flags [rows], on the host; None is no HOST_TOKEN.
@@ -168,11 +172,13 @@ class Sampler:
             pending: int64 [rows, n], padded with -1: tokens that come after the committed ones, counted in
                 `lengths`. Penalties, bad words, n-grams and processors see them as output.
         """
-        assert logits.dtype == torch.float32 and logits.shape == (len(slots), self.vocab_size)
+        assert logits.is_floating_point() and logits.shape == (len(slots), self.vocab_size)
         assert logits.is_contiguous()
         host = _host_slots(slots, host_slots)
         features = self.state.features[host]
         any_features = int(np.bitwise_or.reduce(features, initial=0))
+        if any_features:
+            logits = logits.float()
         step = _Step(host, features, any_features, self.state.rows(slots), lengths.long(), pending)
         self._mask_padding(logits)
         raw = self._keep_raw(step, logits)

@@ -132,6 +132,11 @@ class SlotParams:
         """Rows in the pool of counts, for slots with PENALTIES."""
         return self._ints[:, _COUNTS]
 
+    @property
+    def width(self) -> int:
+        """Of a slot's integers; they are in new memory when it has grown."""
+        return self._ints.shape[1]
+
     def begin(self, init: SlotInit) -> None:
         """Give a slot to a request, or back to a preempted one. A bad parameter fails the slot's rows only."""
         slot, sampling = init.slot, init.sampling
@@ -175,7 +180,7 @@ class SlotParams:
 
     def rows(self, slots: Tensor) -> RowParams:
         """The parameters of `slots` int64 [rows]; a slot may stand in several rows."""
-        self._upload()
+        self.upload()
         return RowParams(self._device_floats.index_select(0, slots), self._device_ints.index_select(0, slots))
 
     def _features(self, init: SlotInit) -> int:
@@ -212,7 +217,8 @@ class SlotParams:
         self._ints = np.concatenate([self._ints, more], axis=1)
         self._device_ints = torch.cat([self._device_ints, to_device(more, self.device)], dim=1)
 
-    def _upload(self) -> None:
+    def upload(self) -> None:
+        """Bring changed slots to the device."""
         if not self._changed:
             return
         slots = np.fromiter(self._changed, dtype=np.int64)

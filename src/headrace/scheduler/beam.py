@@ -138,7 +138,7 @@ class Beams:
             length = self.prompt_len + len(beam.tokens)
             extended = self._section.kv.extend(beam.owner, length)
             assert extended, "the blocks of a beam were promised at admission"
-            self._section.changes.grew(beam.owner, beam.slot)
+            self._section.changes.changed(beam.owner, beam.slot)
             rows.slots.append(beam.slot)
             rows.ids.append(beam.tokens[-1])
             rows.starts.append(length - 1)

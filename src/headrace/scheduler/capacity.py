@@ -19,10 +19,8 @@ class CapacityPolicy(Protocol):
         """Whether new requests may join at all, given the active ones before this step's admissions."""
         ...
 
-    def can_admit(
-        self, kv: KvCache, waiting: Waiting, *, limit: int, width: int, promised_blocks: int, reuse: bool
-    ) -> bool:
-        """Whether the blocks are there. `promised_blocks`: what active requests may still take at worst."""
+    def can_admit(self, kv: KvCache, waiting: Waiting, *, limit: int, width: int, reuse: bool) -> bool:
+        """Whether the blocks are there, besides what active requests were promised."""
         ...
 
 
@@ -39,16 +37,14 @@ class GuaranteedNoEvict:
     def may_open_batch(self, num_active: int) -> bool:
         return True
 
-    def can_admit(
-        self, kv: KvCache, waiting: Waiting, *, limit: int, width: int, promised_blocks: int, reuse: bool
-    ) -> bool:
-        extra_beams = blocks_of_further_beams(kv, limit=limit, width=width)
+    def can_admit(self, kv: KvCache, waiting: Waiting, *, limit: int, width: int, reuse: bool) -> bool:
         return kv.can_admit(
             waiting.tokens,
-            salt=waiting.request.cache_salt,
+            claim=waiting.claim,
             num_tokens=limit,
-            headroom=promised_blocks + extra_beams,
+            headroom=blocks_of_further_beams(kv, limit=limit, width=width),
             reuse=reuse,
+            slides=width == 1,
         )
 
 
@@ -60,21 +56,11 @@ class MaxUtilization:
     def may_open_batch(self, num_active: int) -> bool:
         return True
 
-    def can_admit(
-        self, kv: KvCache, waiting: Waiting, *, limit: int, width: int, promised_blocks: int, reuse: bool
-    ) -> bool:
+    def can_admit(self, kv: KvCache, waiting: Waiting, *, limit: int, width: int, reuse: bool) -> bool:
         if width > 1:  # beams fork mid-way and cannot be preempted: they need their worst case
-            return GuaranteedNoEvict().can_admit(
-                kv, waiting, limit=limit, width=width, promised_blocks=promised_blocks, reuse=reuse
-            )
+            return GuaranteedNoEvict().can_admit(kv, waiting, limit=limit, width=width, reuse=reuse)
         num_tokens = min(len(waiting.tokens) + 1, limit)
-        return kv.can_admit(
-            waiting.tokens,
-            salt=waiting.request.cache_salt,
-            num_tokens=num_tokens,
-            headroom=promised_blocks,
-            reuse=reuse,
-        )
+        return kv.can_admit(waiting.tokens, claim=waiting.claim, num_tokens=num_tokens, reuse=reuse)
 
 
 class StaticBatch(GuaranteedNoEvict):

@@ -1,4 +1,4 @@
-"""What the engine has to be told with the next plan besides its rows: slots, blocks, copies."""
+"""What the engine has to be told with the next plan besides its rows: slots, tables, and what the cache moves."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from headrace.seam import Ints, Section, SlotInit, int_rows, ints
 
 
 class Changes:
-    """Collects changes between two plans; owns the leases of copies until the engine reports them done."""
+    """Collects changes between two plans."""
 
-    def __init__(self, kv: KvCache, *, index: int, num_sections: int) -> None:
-        """Args: index, num_sections: copy ids count in strides, so that they are unique over sections."""
+    def __init__(self, kv: KvCache) -> None:
         self._kv = kv
         self._freed: list[int] = []
         self._inits: list[SlotInit] = []
-        self._grown: dict[int, int] = {}
-        """Owners whose table gained blocks -> their slot."""
-        self._copies: list[tuple[int, int, int, int, int, int]] = []
-        self._leases: dict[int, tuple[int, int, int]] = {}
-        self._next_copy_id = index
-        self._stride = num_sections
+        self._changed: dict[int, int] = {}
+        """Owners whose table gained blocks or lost some to the window -> their slot."""
 
     def begin(self, init: SlotInit) -> None:
         self._inits.append(init)
@@ -30,50 +25,33 @@ class Changes:
     def free(self, slots: Iterable[int]) -> None:
         self._freed.extend(slots)
 
-    def grew(self, owner: int, slot: int) -> None:
-        self._grown[owner] = slot
+    def changed(self, owner: int, slot: int) -> None:
+        self._changed[owner] = slot
 
     def forget(self, owner: int) -> None:
         """The owner's table is gone before the engine heard of its blocks."""
-        self._grown.pop(owner, None)
-
-    def copy(self, group: int, source: int, destination: int) -> None:
-        """Both ends are leased from now on: whoever asked for the copy may be gone before it is planned."""
-        copy_id = self._next_copy_id
-        self._next_copy_id += self._stride
-        self._kv.lease(group, source)
-        self._kv.lease(group, destination)
-        self._leases[copy_id] = (group, source, destination)
-        self._copies.append((copy_id, group, 0, source, 0, destination))
-
-    @property
-    def copies_in_flight(self) -> bool:
-        return bool(self._leases)
-
-    def finish_copies(self, copy_ids: Iterable[int]) -> None:
-        """Copies that the engine reports done; those of other sections are not ours."""
-        for copy_id in copy_ids:
-            if copy_id in self._leases:
-                group, source, destination = self._leases.pop(copy_id)
-                self._kv.unlease(group, source)
-                self._kv.unlease(group, destination)
+        self._changed.pop(owner, None)
 
     def put_into(self, section: Section) -> Section:
         """The section with everything collected, which is then forgotten."""
+        kv = self._kv
         told = dataclasses.replace(
             section,
             blocks=self._new_blocks(),
             freed_slots=ints(self._freed),
             inits=tuple(self._inits),
-            copies=int_rows(self._copies, 6),
+            copies=kv.take_copies(),
+            transfers=kv.take_transfers(),
+            restores=kv.take_restores(),
+            saves=kv.take_saves(),
         )
-        self._freed, self._inits, self._copies, self._grown = [], [], [], {}
+        self._freed, self._inits, self._changed = [], [], {}
         return told
 
     def _new_blocks(self) -> tuple[Ints, ...]:
         """(slot, index, block) by group."""
         triples: list[list[tuple[int, int, int]]] = [[] for _ in self._kv.groups]
-        for owner, slot in self._grown.items():
+        for owner, slot in self._changed.items():
             for group, blocks in enumerate(self._kv.take_new_blocks(owner)):
                 triples[group].extend((slot, index, block) for index, block in blocks)
         return tuple(int_rows(group, 3) for group in triples)

@@ -204,7 +204,7 @@ class Commit:
 
     def _emit(self, active: Active, delta: Delta, finish: FinishReason | None, *, stop_token: int | None) -> None:
         if finish is not None:
-            self._close(active, finish)
+            note = self._close(active, finish)
             delta = Delta(
                 id=delta.id,
                 tokens=delta.tokens,
@@ -214,17 +214,20 @@ class Commit:
                 logits=delta.logits,
                 finish=finish,
                 stop_token=stop_token,
+                error=note,
                 times=closed(active.times, self.now_s),
             )
         self.out.deltas.append(delta)
 
-    def _close(self, active: Active, finish: FinishReason) -> None:
+    def _close(self, active: Active, finish: FinishReason) -> str:
+        """-> what the request should be told besides: why its prompt isn't pinned."""
         already_draining = active.draining
         active.finish = finish
         if not already_draining:
             self.section.start_draining(active)
         active.preempting = False
         self.out.ended.append(active)
+        return self.section.pin(active) if active.request.pin and finish != "error" else ""
 
     def _end(self, active: Active, finish: FinishReason, *, error: str = "") -> None:
         self._close(active, finish)
@@ -237,12 +240,13 @@ class Commit:
         if active.finish is None:
             return
         finish, active.finish = active.finish, None
-        self._close(active, finish)
+        note = self._close(active, finish)
         self.out.deltas.append(
             Delta(
                 id=active.request.id,
                 finish=finish,
                 beams=self.section.beams[active.slot].result(),
+                error=note,
                 times=closed(active.times, self.now_s),
                 cached_tokens=active.cached_tokens,
             )
@@ -268,16 +272,16 @@ class Commit:
     # ---- prefix index ------------------------------------------------------------------------
 
     def _index(self, active: Active, num_computed: int) -> None:
-        """Blocks that are full of computed tokens become findable."""
-        full = num_computed // self.section.settings.tokens_per_block
-        if full > self.section.slots.indexed[active.slot]:
-            self.section.kv.commit(active.request.id, active.tokens, num_computed)
-            self.section.slots.indexed[active.slot] = full
+        """Blocks that are full of computed tokens become findable, those out of the window leave."""
+        section, slot = self.section, active.slot
+        if num_computed >= section.slots.commit_at[slot]:
+            section.slots.commit_at[slot] = section.kv.commit(active.request.id, active.tokens, num_computed)
+            if section.kv.has_left(active.request.id):
+                section.changes.changed(active.request.id, slot)
 
     def _index_full(self, generation: NDArray[np.int64]) -> None:
         slots = self.section.slots
-        full = (slots.length[generation] - 1) // self.section.settings.tokens_per_block
-        filled: list[int] = generation[full > slots.indexed[generation]].tolist()
+        filled: list[int] = generation[slots.length[generation] > slots.commit_at[generation]].tolist()
         for slot in filled:
             active = slots.by_slot[slot]
             assert active is not None

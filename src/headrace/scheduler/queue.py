@@ -92,6 +92,12 @@ class WaitingQueue:
             del self._held[request_id]
             self.push(waiting)
 
+    def set_aside(self, waiting: Waiting, kind: str, deadline_s: float) -> None:
+        """A request that was ready waits for something."""
+        self.remove(waiting.request.id)
+        waiting.hold(kind, deadline_s)
+        self.push(waiting)
+
     def overdue(self, now_s: float) -> list[tuple[Waiting, str]]:
         """Requests whose own deadline or a hold's has passed: (request, "" or the hold's kind)."""
         late: list[tuple[Waiting, str]] = []

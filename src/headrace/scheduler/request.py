@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from headrace.kvcache.claim import Claim
 from headrace.types import FinishReason, Logprobs, Request, RequestTimes
 
 HOLD_KINDS = ("grammar", "adapter", "encoder", "transfer")
@@ -19,6 +20,7 @@ class Waiting:
     tokens: list[int]
     order: int
     """Arrival number; a preempted request keeps its own and so goes to the front."""
+    claim: Claim
     holds: dict[str, float] = field(default_factory=dict[str, float])
     """What it waits for -> deadline (monotonic seconds); empty when it may be admitted."""
     skipped: int = 0
@@ -26,6 +28,9 @@ class Waiting:
     times: RequestTimes = field(default_factory=RequestTimes)
     cached_tokens: int = -1
     prompt_logprobs_done: bool = False
+    is_preempted: bool = False
+    is_fetched: bool = False
+    """Its blocks on disk have been asked for; once is enough."""
 
     def hold(self, kind: str, deadline_s: float) -> None:
         assert kind in HOLD_KINDS, kind
@@ -44,6 +49,9 @@ class Active:
     request: Request
     tokens: list[int]
     """Prompt and committed output."""
+    claim: Claim
+    num_known: int
+    """Tokens at admission; what is beyond them was sampled since."""
     slot: int
     order: int
     planned: int
@@ -58,6 +66,11 @@ class Active:
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """Collected chunk by chunk; the first position has none."""
     prompt_logprobs_done: bool = False
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV is in the cache, when nothing is in flight."""
+        return len(self.tokens) - 1 if len(self.tokens) > self.num_known else self.planned
 
     @property
     def draining(self) -> bool:

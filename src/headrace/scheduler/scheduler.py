@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.manager import KvCache
+from headrace.scheduler.admission import Admission
 from headrace.scheduler.commit import Commit, Committed
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.request import Active, Waiting, closed
@@ -25,7 +26,7 @@ from headrace.scheduler.rows import Planned
 from headrace.scheduler.section import SectionScheduler
 from headrace.scheduler.settings import SchedulerSettings
 from headrace.seam import Section, StepPlan, StepResult
-from headrace.types import Delta, FinishReason, Request, RequestTimes
+from headrace.types import Delta, FinishReason, PinInfo, Request, RequestTimes
 
 log = logging.getLogger("headrace.scheduler")
 
@@ -74,10 +75,9 @@ class Scheduler:
 
     def __init__(self, settings: SchedulerSettings, caches: Sequence[KvCache]) -> None:
         self.settings = settings
-        self.sections = [
-            SectionScheduler(settings, kv, index=index, num_sections=len(caches)) for index, kv in enumerate(caches)
-        ]
+        self.sections = [SectionScheduler(settings, kv) for kv in caches]
         self.queue = WaitingQueue(by_priority=settings.queue_by_priority)
+        self._admission = Admission(settings, self.sections, self.queue)
         self.counts = StepCounts()
         self._active: dict[int, tuple[Active, SectionScheduler]] = {}
         self._deadlines: dict[int, float] = {}
@@ -87,15 +87,16 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._next_sweep_s = 0.0
-        self._hold_started_s: float | None = None
-        self._hold_iters = 0
         self._planning = StepCounts()
+        self._prefill_speed = 0.0
+        """Tokens a second."""
 
     # ---- requests in, requests out -----------------------------------------------------------
 
     def add(self, request: Request, *, holds: dict[str, float] | None = None) -> None:
         """Accept a request; `holds` names what it waits for, with deadlines (monotonic seconds)."""
-        waiting = Waiting(request, list(request.prompt), self._arrivals, times=RequestTimes(request.arrival_s))
+        claim = self.sections[0].kv.claim_of(request)
+        waiting = Waiting(request, list(request.prompt), self._arrivals, claim, times=RequestTimes(request.arrival_s))
         for kind, deadline_s in (holds or {}).items():
             waiting.hold(kind, deadline_s)
         self._arrivals += 1
@@ -132,6 +133,7 @@ class Scheduler:
         """End a request from outside; unknown and already ended ids are ignored."""
         waiting = self.queue.remove(request_id)
         if waiting is not None:
+            self._abandon(waiting)
             self._end_waiting(waiting, reason, error)
             return
         entry = self._active.get(request_id)
@@ -148,6 +150,12 @@ class Scheduler:
         self._forget(active)
         if section.slots.rows_in_flight[active.slot] == 0:
             section.leave(active)
+
+    def _abandon(self, waiting: Waiting) -> None:
+        """Nobody waits for its blocks on disk any more."""
+        if "transfer" in waiting.holds:
+            for section in self.sections:
+                section.kv.abandon(waiting.request.id)
 
     def _end_waiting(self, waiting: Waiting, reason: FinishReason, error: str = "") -> None:
         times = closed(waiting.times, time.monotonic())
@@ -174,7 +182,7 @@ class Scheduler:
 
     @property
     def _copies_in_flight(self) -> bool:
-        return any(section.changes.copies_in_flight for section in self.sections)
+        return any(section.kv.copies_in_flight for section in self.sections)
 
     @property
     def num_in_flight(self) -> int:
@@ -191,9 +199,18 @@ class Scheduler:
         self._next_sweep_s = now_s + SWEEP_PERIOD_S
         for waiting, kind in self.queue.overdue(now_s):
             self.queue.remove(waiting.request.id)
+            self._abandon(waiting)
             self._end_waiting(waiting, "timeout", f"waited too long for its {kind}" if kind else "")
         for request_id in [key for key, deadline_s in self._deadlines.items() if deadline_s <= now_s]:
             self.abort(request_id, "timeout")
+
+    def pins(self) -> list[PinInfo]:
+        """The pinned prompts, in the order they were pinned."""
+        return [pin for section in self.sections for pin in section.kv.pins.infos()]
+
+    def unpin(self, name: str) -> bool:
+        """Leaves a pinned prompt to the cache's usual order; False: there is no such pin."""
+        return sum(section.kv.unpin(name) for section in self.sections) > 0
 
     # ---- plan --------------------------------------------------------------------------------
 
@@ -202,6 +219,9 @@ class Scheduler:
         self.sweep(now_s)
         self._planning = StepCounts()
         for section in self.sections:
+            section.kv.advance(now_s)
+            for request_id in section.kv.take_arrived():
+                self.queue.release(request_id, "transfer")
             self._requeue_preempted(section)
         if not self.has_work:
             return None
@@ -240,6 +260,8 @@ class Scheduler:
                     active.request,
                     active.tokens,
                     active.order,
+                    active.claim,
+                    is_preempted=True,
                     times=active.times,
                     cached_tokens=active.cached_tokens,
                     prompt_logprobs_done=active.prompt_logprobs_done,
@@ -247,90 +269,30 @@ class Scheduler:
             )
 
     def _admit(self, now_s: float, budgets: list[int]) -> None:
-        """Move requests from the queue to slots, in order, while budget, slots and blocks last."""
-        open_sections = [
-            index for index, section in enumerate(self.sections) if section.policy.may_open_batch(section.num_active)
-        ]
-        if not open_sections or not self.queue.num_ready or self._holds_back(now_s):
+        for active, section in self._admission.admit(now_s, budgets):
+            request = active.request
+            self._active[request.id] = active, section
+            if request.timeout_s is not None:
+                self._deadlines[request.id] = request.arrival_s + request.timeout_s
+            self._planning.num_admitted += 1
+            self._planning.queue_latency_s += now_s - request.arrival_s
+        self._admission.prefetch()
+        outgrown, self._admission.outgrown = self._admission.outgrown, []
+        for waiting in outgrown:
+            self.queue.remove(waiting.request.id)
+            self._end_outgrown(waiting)
+
+    def _end_outgrown(self, waiting: Waiting) -> None:
+        num_prompt = len(waiting.request.prompt)
+        if len(waiting.tokens) > num_prompt:
+            self._end_waiting(waiting, "length")
             return
-        for index in open_sections:
-            self.sections[index].open_admission()
-        left = [budget - self.sections[index].context_wanted for index, budget in enumerate(budgets)]
-        first_blocks = self._first_blocks_under_way()
-        taken: list[Waiting] = []
-        passed: list[Waiting] = []
-        for waiting in self.queue:
-            key = self._first_block(waiting.request.cache_salt, waiting.tokens)
-            if key is not None and key in first_blocks and self._will_hit(waiting):
-                continue
-            index = self._place(waiting, open_sections, left)
-            if index is None:
-                passed.append(waiting)
-                if self.settings.chunked_prefill or waiting.skipped >= self.settings.max_skips:
-                    break
-                continue
-            active = self.sections[index].admit(waiting, now_s)
-            self._active[waiting.request.id] = (active, self.sections[index])
-            if waiting.request.timeout_s is not None:
-                self._deadlines[waiting.request.id] = waiting.deadline_s
-            left[index] -= self.sections[index].share_of(active.context_left)
-            taken.append(waiting)
-            if key is not None:
-                first_blocks.add(key)
-            self._planning.queue_latency_s += now_s - waiting.request.arrival_s
-        if taken:
-            for waiting in passed:
-                waiting.skipped += 1
-        self._planning.num_admitted = len(taken)
-        self.queue.remove_many(taken)
-
-    def _place(self, waiting: Waiting, open_sections: list[int], left: list[int]) -> int | None:
-        """The section with most budget left that can take the request now."""
-        need = 1 if self.settings.chunked_prefill else len(waiting.tokens)
-        for index in sorted(open_sections, key=lambda at: (self.sections[at].num_active, -left[at])):
-            if left[index] >= need and self.sections[index].can_admit(waiting):
-                return index
-        return None
-
-    def _first_block(self, salt: str, tokens: list[int]) -> tuple[str, tuple[int, ...]] | None:
-        block = self.settings.tokens_per_block
-        if not self.settings.prefix_aware or not self.settings.reuse or len(tokens) <= block:
-            return None
-        return salt, tuple(tokens[:block])
-
-    def _first_blocks_under_way(self) -> set[tuple[str, tuple[int, ...]]]:
-        """First blocks that prompts under way will make findable soon."""
-        keys = {
-            self._first_block(active.request.cache_salt, active.tokens)
-            for section in self.sections
-            for active in section.prefilling.values()
-        }
-        return {key for key in keys if key is not None}
-
-    def _will_hit(self, waiting: Waiting) -> bool:
-        """Prefix-aware scheduling: wait a step rather than compute what a neighbour is computing."""
-        salt = waiting.request.cache_salt
-        if self.settings.capacity_policy == "STATIC_BATCH":
-            return False  # a batch is opened once; who waits would miss it
-        return all(section.kv.match(waiting.tokens, salt=salt) == 0 for section in self.sections)
-
-    def _holds_back(self, now_s: float) -> bool:
-        """`batch_wait_*`: let prompts gather before a prefill interrupts generation."""
-        settings = self.settings
-        if settings.batch_wait_timeout_s <= 0 and settings.batch_wait_iters <= 0:
-            return False
-        gathered = sum(len(waiting.tokens) for waiting in self.queue)
-        enough = settings.batch_wait_max_tokens_ratio * settings.max_num_tokens
-        full = enough > 0 and gathered >= enough
-        if self._hold_started_s is None:
-            self._hold_started_s, self._hold_iters = now_s, 0
-        self._hold_iters += 1
-        timed_out = settings.batch_wait_timeout_s > 0 and now_s - self._hold_started_s >= settings.batch_wait_timeout_s
-        iterated = settings.batch_wait_iters > 0 and self._hold_iters > settings.batch_wait_iters
-        if full or timed_out or iterated:
-            self._hold_started_s = None
-            return False
-        return True
+        fits = max(section.pool_tokens(waiting.request) for section in self.sections) - 1
+        names = ", ".join(pin.name for pin in self.pins())
+        error = (
+            f"prompt: {num_prompt} tokens do not fit beside what is pinned, at most {fits} do; unpin some of: {names}"
+        )
+        self._end_waiting(waiting, "error", error)
 
     # ---- commit ------------------------------------------------------------------------------
 
@@ -338,17 +300,19 @@ class Scheduler:
         """Apply the oldest step in flight. Results come in the order of their plans."""
         flight = self._in_flight.popleft()
         assert flight.step == result.step, "results must come in the order of their plans"
+        failed, finished = result.failed_copies.tolist(), result.finished_copies.tolist()
+        for section in self.sections:
+            section.kv.fail_copies(failed)
+            section.kv.finish_copies(finished)
         parts: list[Committed] = []
         for section, planned, rows in zip(self.sections, flight.planned, result.sections, strict=True):
             part = Commit(section, planned, rows).run()
             for active in part.ended:
                 self._forget(active)
             parts.append(part)
-        finished = result.finished_copies.tolist()
-        for section in self.sections:
-            section.changes.finish_copies(finished)
         counts = flight.counts
         counts.num_context_tokens = sum(part.num_context_tokens for part in parts)
+        self._measure(counts.num_context_tokens, result.forward_s)
         counts.num_generated = sum(part.num_generated for part in parts)
         counts.num_ended = sum(len(part.ended) for part in parts)
         self.counts = counts
@@ -356,6 +320,16 @@ class Scheduler:
         ids = [np.zeros(0, np.int64), *(array for part in parts for array in part.plain_ids)]
         tokens = [np.zeros(0, np.int32), *(array for part in parts for array in part.plain_tokens)]
         return Outbox(np.concatenate(ids), np.concatenate(tokens), self.take_deltas())
+
+    def _measure(self, num_context_tokens: int, forward_s: float) -> None:
+        """How fast prompts are computed, from the steps that mostly do that."""
+        tokens = num_context_tokens / len(self.sections)
+        if forward_s <= 0.0 or tokens < self.settings.max_num_tokens / 2:
+            return
+        speed = tokens / forward_s
+        self._prefill_speed = speed if not self._prefill_speed else 0.8 * self._prefill_speed + 0.2 * speed
+        for section in self.sections:
+            section.kv.set_prefill_speed(self._prefill_speed)
 
     def take_deltas(self) -> list[Delta]:
         """Deltas that no commit brings: refusals, aborts, time-outs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,11 +18,13 @@ from headrace.scheduler.slots import SlotTable
 from headrace.seam import Section, SlotInit, ints
 from headrace.types import Request
 
+log = logging.getLogger("headrace.scheduler")
+
 
 class SectionScheduler:
     """Plans one section. The facade (`Scheduler`) owns the queue and the terminal states."""
 
-    def __init__(self, settings: SchedulerSettings, kv: KvCache, *, index: int, num_sections: int) -> None:
+    def __init__(self, settings: SchedulerSettings, kv: KvCache) -> None:
         self.settings = settings
         self.kv = kv
         self.slots = SlotTable(settings.num_slots)
@@ -31,75 +35,86 @@ class SectionScheduler:
         """By the slot of the request that was admitted."""
         self.num_active = 0
         """Requests that go on, beams counted; draining ones hold a slot but are not counted."""
-        self.changes = Changes(kv, index=index, num_sections=num_sections)
-        self.num_usable_blocks = min(pool.num_total for pool in kv.pools)
+        self.changes = Changes(kv)
         self._preempting: list[Active] = []
-        self._promised = 0
         self._next_beam_owner = -1
 
     # ---- admission ---------------------------------------------------------------------------
 
     def limit_of(self, request: Request) -> int:
-        """Where the request must end: its own limit, the model's, or the pool's if it were alone."""
+        """Where the request must end: its own limit, the model's, or the pool's if it were alone with the pins."""
         return min(len(request.prompt) + request.max_tokens, self.settings.max_seq_len, self.pool_tokens(request))
 
     def pool_tokens(self, request: Request) -> int:
-        """Tokens that one sequence of the request may have when nobody else is there."""
-        blocks = self.num_usable_blocks
-        if request.beam is not None:  # each beam its own blocks, and one for the copy at a fork
-            blocks = blocks // request.beam.width - 1
-        return max(blocks, 0) * self.settings.tokens_per_block
+        """Tokens that one sequence of the request may have when nobody but pins is there."""
+        return self.kv.max_tokens(width=request.beam.width if request.beam else 1)
 
     def can_admit(self, waiting: Waiting) -> bool:
         width = waiting.request.beam.width if waiting.request.beam else 1
         if self.slots.num_free < width or self.num_active + width > self.settings.max_batch_size:
             return False
-        return self.policy.can_admit(
-            self.kv,
-            waiting,
-            limit=self.limit_of(waiting.request),
-            width=width,
-            promised_blocks=self._promised,
-            reuse=self.may_reuse(waiting),
-        )
+        if waiting.is_preempted and self.num_active and not self.kv.may_resume():
+            return False
+        limit = self.limit_of(waiting.request)
+        if len(waiting.tokens) >= limit:  # beside the pins of this section
+            return False
+        return self.policy.can_admit(self.kv, waiting, limit=limit, width=width, reuse=self.may_reuse(waiting))
 
     def may_reuse(self, waiting: Waiting) -> bool:
         """Log-probabilities of the prompt need every position computed."""
         return self.settings.reuse and waiting.request.sampling.prompt_logprobs < 0
 
+    def fetch(self, waiting: Waiting) -> bool:
+        """Whether the request waits for blocks on disk, which are brought from now on."""
+        if waiting.is_fetched or not self.may_reuse(waiting):
+            return False
+        waiting.is_fetched = True
+        return self.kv.fetch(waiting.request.id, waiting.tokens, waiting.claim)
+
     def open_admission(self) -> None:
-        """Count once a step what active requests may still take; `admit` adds to it."""
-        self._promised = self.promised_blocks()
+        """Count what beams may still take at worst; other requests are counted by the cache."""
+        self.kv.set_aside(self._promised_to_beams())
 
     def admit(self, waiting: Waiting, now_s: float) -> Active:
         request = waiting.request
-        cached = self.kv.admit(request.id, waiting.tokens, salt=request.cache_salt, reuse=self.may_reuse(waiting))
+        limit = self.limit_of(request)
+        promised = min(limit, len(waiting.tokens) + 1) if self.policy.may_preempt else limit
+        cached = self.kv.admit(
+            request.id,
+            waiting.tokens,
+            claim=waiting.claim,
+            reuse=self.may_reuse(waiting),
+            limit=promised if request.beam is None else 0,
+            grows=self.policy.may_preempt,
+            slides=request.beam is None,
+        )
         active = Active(
             request=request,
             tokens=waiting.tokens,
+            claim=waiting.claim,
+            num_known=len(waiting.tokens),
             slot=-1,
             order=waiting.order,
             planned=cached,
             times=stamp(waiting.times, first_scheduled_s=now_s),
             cached_tokens=waiting.cached_tokens if waiting.cached_tokens >= 0 else cached,
-            limit=self.limit_of(request),
+            limit=limit,
             prompt_logprobs_done=waiting.prompt_logprobs_done,
         )
         min_len = len(request.prompt) + request.min_tokens
         slot = self.slots.take(active, min_len=min_len)
         self.slots.capacity[slot] = self.kv.num_tokens_capacity(request.id)
-        self.slots.indexed[slot] = cached // self.settings.tokens_per_block
+        self.slots.commit_at[slot] = self.kv.commit_at(request.id)
+        self.kv.begin(request.id, slot)
         self.changes.begin(self._slot_init(active, slot, min_len))
         self.prefilling[slot] = active
         self.num_active += 1
-        self.changes.grew(request.id, slot)
+        self.changes.changed(request.id, slot)
         if request.beam is not None:
             self.slots.max_len[slot] = 0  # its blocks are promised by `Beams`, it never generates by itself
             self.beams[slot] = Beams(active, self)
             self.num_active += request.beam.width - 1
-            self._promised += self.beams[slot].promised_blocks()
-        elif not self.policy.may_preempt:
-            self._promised += self.kv.blocks_needed(active.limit) - cached // self.settings.tokens_per_block
+            self.open_admission()
         return active
 
     def _slot_init(self, active: Active, slot: int, min_len: int) -> SlotInit:
@@ -111,15 +126,6 @@ class SectionScheduler:
         return SlotInit(
             slot, request.id, sampling, len(request.prompt), min_len, active.limit, request.stop_ids, history
         )
-
-    def promised_blocks(self) -> int:
-        """Blocks that active requests may still take and that nobody else may have."""
-        promised = self._promised_to_beams()
-        if not self.policy.may_preempt:
-            block = self.settings.tokens_per_block
-            left = -(-self.slots.max_len // block) - self.slots.capacity // block
-            promised += int(np.maximum(left, 0).sum())
-        return promised
 
     def _promised_to_beams(self) -> int:
         return sum(beams.promised_blocks() for beams in self.beams.values())
@@ -175,12 +181,10 @@ class SectionScheduler:
         if num_tokens <= self.slots.capacity[slot]:
             return True
         owner = active.request.id
-        spare = self.kv.num_available()
-        if self.policy.may_preempt and active.request.beam is None:
-            spare -= self._promised_to_beams()
-        if self.kv.missing_blocks(owner, num_tokens) <= spare and self.kv.extend(owner, num_tokens):
+        is_promised = not self.policy.may_preempt or active.request.beam is not None
+        if self.kv.extend(owner, num_tokens, headroom=0 if is_promised else self._promised_to_beams()):
             self.slots.capacity[slot] = self.kv.num_tokens_capacity(owner)
-            self.changes.grew(owner, slot)
+            self.changes.changed(owner, slot)
             return True
         assert self.policy.may_preempt, "a promise of blocks was broken"
         victim = capacity.pick_victim(self.slots.actives())
@@ -211,7 +215,9 @@ class SectionScheduler:
         settings = self.settings
         policy = chunking.POLICIES[settings.chunking_policy] if settings.chunked_prefill else chunking.whole_prompts
         actives = list(self.prefilling.values())
-        chunks = policy([active.context_left for active in actives], budget, settings.tokens_per_block)
+        left = [self.kv.next_stop(active.request.id, active.planned) - active.planned for active in actives]
+        left = [min(*lengths) for lengths in zip(left, [active.context_left for active in actives], strict=True)]
+        chunks = policy(left, budget, settings.tokens_per_block)
         rows: list[ContextRow] = []
         for active, count in zip(actives, chunks, strict=True):
             if count == 0 or active.draining:
@@ -219,6 +225,7 @@ class SectionScheduler:
             if not self.ensure(active, min(active.planned + count, active.limit)):
                 continue
             rows.append(ContextRow(active, active.planned, count, count == active.context_left))
+            self.kv.save(active.request.id, active.planned + count, active.slot)
         return rows
 
     def build(self, context: list[ContextRow], generation: NDArray[np.int64]) -> tuple[Section, Planned]:
@@ -267,8 +274,8 @@ class SectionScheduler:
     def fork(self, parent: int, child: int, slot: int, num_tokens: int) -> None:
         """`child` shares the parent's blocks; the copy of the partial one goes out with the next plan."""
         for group, source, destination in self.kv.fork(parent, child, num_tokens):
-            self.changes.copy(group, source, destination)
-        self.changes.grew(child, slot)
+            self.kv.copy(group, source, destination)
+        self.changes.changed(child, slot)
 
     def drop_beam(self, owner: int) -> None:
         """A beam is not continued, or its search has ended."""
@@ -302,12 +309,33 @@ class SectionScheduler:
             beams.release()
             freed = beams.slots()
         else:
-            self.kv.release(active.request.id)
-            self.changes.forget(active.request.id)
+            self._release(active)
             freed = [slot]
         for each in freed:
             self.slots.give_back(each)
         self.changes.free(freed)
+
+    def _release(self, active: Active) -> None:
+        """What was computed stays findable; of a request that ended, as its reuse policy says."""
+        owner = active.request.id
+        whole = active.finish in (None, "stop", "length")  # what an aborted one computed last is not worth telling
+        self.kv.release(
+            owner,
+            index=active.finish != "error",
+            tokens=active.tokens,
+            num_computed=active.num_computed if whole else 0,
+            final=active.finish is not None,
+        )
+        self.changes.forget(owner)
+
+    def pin(self, active: Active) -> str:
+        """Keeps the prompt's blocks under the request's name for them; returns why not, or ""."""
+        longest = max((other.limit for other in self.slots.actives() if not other.draining), default=0)
+        request = active.request
+        refusal = self.kv.pin(request.pin, active.tokens, active.claim, longest=longest)
+        if refusal:
+            log.warning("request %s: %r is not pinned: %s", request.label or request.id, request.pin, refusal)
+        return refusal
 
     def check(self) -> None:
         """Blocks add up, every slot has one owner, counters are not negative."""

@@ -42,8 +42,8 @@ class SlotTable:
         """Tokens that the blocks held so far have room for."""
         self.max_len = np.zeros(num_slots, np.int64)
         self.min_len = np.zeros(num_slots, np.int64)
-        self.indexed = np.zeros(num_slots, np.int64)
-        """Full blocks already handed to the prefix index."""
+        self.commit_at = np.zeros(num_slots, np.int64)
+        """Computed tokens at which the cache has something to do: a block is full, or one leaves the window."""
         self.generating = np.zeros(num_slots, np.bool_)
         """The prompt is planned through and the request goes on: a generation row may be planned."""
         self.last_step = np.zeros(num_slots, np.int64)
@@ -67,7 +67,7 @@ class SlotTable:
         self.capacity[slot] = 0
         self.max_len[slot] = active.limit
         self.min_len[slot] = min_len
-        self.indexed[slot] = 0
+        self.commit_at[slot] = 0
         self.generating[slot] = False
         self._set_stops(slot, request.stop_ids)
         return slot

@@ -19,7 +19,7 @@ __all__ = ["Answer", "Route", "finish_name", "usage_body"]
 class Answer:
     """Of one HTTP request; choice `index` of prompt `p` is number `p * n + index` of the response."""
 
-    kind: Literal["chat", "completion"]
+    kind: Literal["chat", "completion", "pin"]
     model: str
     n: int
     tokenizer: Tokenizer | None
@@ -34,6 +34,8 @@ class Answer:
     echo: Sequence[str] | None = None
     """The prompts' texts, to be put before each choice's."""
     stream_interval: int = 1
+    failure_status: int = 500
+    """Of a request that the runtime could not finish."""
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -16,17 +16,19 @@ from starlette.types import Receive
 from headrace.front.errors import RequestError
 from headrace.log import get
 from headrace.server.auth import ApiKeys
+from headrace.server.cache_routes import add_cache_routes
 from headrace.server.errors import Unavailable, as_request_error, error_body, error_response, model_not_found
 from headrace.server.event_stream import EventStream
 from headrace.server.prepare import Kitchen, Prepared
 from headrace.server.reading import read_json
 from headrace.server.service import Service
+from headrace.server.tenancy import Caller
 
 __all__ = ["make_app"]
 
 log = get("server")
 
-Prepare = Callable[[Kitchen, bytes], Prepared]
+Prepare = Callable[[Kitchen, bytes, Caller], Prepared]
 
 MAX_WARNING_LENGTH = 1000
 MAX_WARNED_NAMES = 1000
@@ -46,6 +48,7 @@ def make_app(service: Service, *, version: str) -> FastAPI:
     app.add_route("/v1/models/{name:path}", routes.one_model, ["GET"])
     app.add_route("/v1/chat/completions", routes.chat, ["POST"])
     app.add_route("/v1/completions", routes.completions, ["POST"])
+    add_cache_routes(app, service, routes.generate)
     app.add_exception_handler(HTTPException, _http_error)
     if service.options.api_keys:
         app.add_middleware(ApiKeys, keys=service.options.api_keys)
@@ -81,23 +84,27 @@ class Routes:
         return JSONResponse(self._card()) if name == served else error_response(model_not_found(name, served))
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, Kitchen.chat)
+        return await self.generate(request, Kitchen.chat)
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, Kitchen.completion)
+        return await self.generate(request, Kitchen.completion)
 
     def _card(self) -> dict[str, Any]:
         name = self._service.options.model_name
         return {"id": name, "object": "model", "created": self._created, "owned_by": "headrace"}
 
-    async def _generate(self, request: Request, prepare: Prepare) -> Response:
+    async def generate(self, request: Request, prepare: Prepare) -> Response:
+        """Run a request of the model."""
         gone: asyncio.Task[None] | None = None
         response: Response = GONE
         try:
             kitchen = self._service.kitchen()
             data = await read_json(request)
             gone = asyncio.create_task(departure(request.receive))
-            response = await self._answer(kitchen, data, prepare, gone)
+            work = asyncio.get_running_loop().run_in_executor(
+                self._service.workers, prepare, kitchen, data, Caller.of(request.headers)
+            )
+            response = await self._answer(work, gone)
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:  # still preparing when the time to shut down was up
@@ -113,10 +120,9 @@ class Routes:
                 gone.cancel()
         return response
 
-    async def _answer(self, kitchen: Kitchen, data: bytes, prepare: Prepare, gone: asyncio.Task[None]) -> Response:
+    async def _answer(self, work: asyncio.Future[Prepared], gone: asyncio.Task[None]) -> Response:
         """The response; one that streams takes over `gone`, which tells that the client has left."""
         service = self._service
-        work = asyncio.get_running_loop().run_in_executor(service.workers, prepare, kitchen, data)
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             work.cancel()

@@ -19,6 +19,7 @@ class ApiKeys:
     """ASGI middleware. Keys are compared in constant time and never logged."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        assert all(keys), "an empty key would open the server to requests without one"
         self._app = app
         self._keys = [key.encode() for key in keys]
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headrace.front.errors import RequestError
 
-__all__ = ["ChatBody", "CompletionBody", "GenerationBody", "StreamOptions", "parse_body"]
+__all__ = ["ChatBody", "CompletionBody", "GenerationBody", "PinBody", "StreamOptions", "UnpinBody", "parse_body"]
 
 # A field that is null means the same as one that is absent, so everything may be None.
 # Strict: "5" is no number. Integers are valid floats.
@@ -20,6 +20,12 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class ConversationBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    conversation_id: str | None = None
 
 
 class GenerationBody(BaseModel):
@@ -37,7 +43,6 @@ class GenerationBody(BaseModel):
         "guided_decoding": (),
         "lora_request": (),
         "disaggregated_params": (),
-        "conversation_params": (),
         "thinking_token_budget": (),
         "return_context_logits": (False,),
         "top_p_min": (0, 0.0),
@@ -77,6 +82,9 @@ class GenerationBody(BaseModel):
     truncate_prompt_tokens: int | None = None
     priority: float | None = None
     cache_salt: str | None = None
+    kv_cache_retention_config: dict[str, Any] | None = None
+    """Ours: how long the request's blocks should stay."""
+    conversation_params: ConversationBody | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -128,7 +136,37 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
 
 
-def parse_body(data: bytes, cls: type[ChatBody] | type[CompletionBody]) -> tuple[Any, list[str]]:
+class PinBody(BaseModel):
+    """POST /kv_cache/pin. Either of `prompt` and `messages`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    UNBUILT: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    INERT: ClassVar[frozenset[str]] = frozenset()
+
+    name: str
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+
+
+class UnpinBody(BaseModel):
+    """POST /kv_cache/unpin."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    UNBUILT: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    INERT: ClassVar[frozenset[str]] = frozenset()
+
+    name: str
+
+
+Body = ChatBody | CompletionBody | PinBody | UnpinBody
+
+
+def parse_body(data: bytes, cls: type[Body]) -> tuple[Any, list[str]]:
     """The body, and the names of fields that nobody knows.
 
     Raises:
@@ -143,7 +181,7 @@ def parse_body(data: bytes, cls: type[ChatBody] | type[CompletionBody]) -> tuple
         if name in cls.UNBUILT and value is not None and value not in cls.UNBUILT[name]:
             raise RequestError(f"{name} is not supported yet: leave it out", param=name, code="unsupported_parameter")
     unknown = [name for name in extra if name not in cls.UNBUILT and name not in cls.INERT]
-    if body.stream_options is not None:
+    if isinstance(body, GenerationBody) and body.stream_options is not None:
         unknown += [f"stream_options.{name}" for name in body.stream_options.__pydantic_extra__ or {}]
         if not body.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")

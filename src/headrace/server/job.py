@@ -102,7 +102,7 @@ class Job:
     def _failure(self, collector: Collector) -> Written | None:
         """An error of one prompt is the whole request's; one that timed out without a token is an error too."""
         if collector.error:
-            return self.fail(collector.error, code="request_failed")
+            return self.fail(collector.error, code="request_failed", status=self.answer.failure_status)
         if collector.is_done and not self._begun and all(_is_late(choice) for choice in collector.choices):
             return self.fail("the request timed out before it produced a token", status=504, code="timeout")
         return None

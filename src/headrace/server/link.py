@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -35,6 +36,8 @@ class RuntimeLink:
         self._socket.set_hwm(0)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._asked: deque[asyncio.Future[wire.Answer | None]] = deque()
+        """The runtime answers in order."""
 
     def start(self) -> None:
         """Connect; the runtime need not be there yet."""
@@ -47,6 +50,28 @@ class RuntimeLink:
     def send(self, frame: bytes) -> None:
         """From the event loop's thread; order is kept. The caller encodes: a value that can't travel is its concern."""
         self._outbox.put_nowait(frame)
+
+    async def ask(self, question: wire.Question, *, timeout_s: float) -> wire.Answer | None:
+        """None: no answer in time, or nobody to give one any more."""
+        future: asyncio.Future[wire.Answer | None] = asyncio.get_running_loop().create_future()
+        self._asked.append(future)
+        self.send(wire.encode(question))
+        await asyncio.wait({future}, timeout=timeout_s)
+        if not future.done():
+            future.set_result(None)  # it keeps its place, for the answer that may still come
+        return future.result()
+
+    def answered(self, answer: wire.Answer) -> None:
+        """Whoever gets the frames tells of the answers among them, in order."""
+        future = self._asked.popleft()
+        if not future.done():
+            future.set_result(answer)
+
+    def give_up(self) -> None:
+        """There won't be any answer."""
+        for future in self._asked:
+            if not future.done():
+                future.set_result(None)
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from headrace.front.builder import RequestBuilder, RequestOptions
+from headrace.front.cache import as_retention_config, name_of, require_reuse
 from headrace.front.collector import Collector
 from headrace.front.errors import RequestError
 from headrace.params import SamplingParams
 from headrace.server.answer import Answer
-from headrace.server.bodies import ChatBody, CompletionBody, GenerationBody, parse_body
+from headrace.server.bodies import ChatBody, CompletionBody, GenerationBody, PinBody, parse_body
 from headrace.server.errors import model_not_found
 from headrace.server.messages import plain_messages
 from headrace.server.params import chat_params, completion_params
+from headrace.server.tenancy import SESSION_HEADER, Caller, salt_of
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.types import Request
@@ -53,16 +55,19 @@ class Kitchen:
     allocate: Callable[[int], Sequence[int]]
     stream_interval: int = 1
     timeout_s: float | None = None
+    salt_from_api_key: bool = False
 
-    def chat(self, data: bytes) -> Prepared:
+    def chat(self, data: bytes, caller: Caller) -> Prepared:
         """Raises RequestError or NotImplementedError, naming the field."""
         body, unknown = parse_body(data, ChatBody)
         assert isinstance(body, ChatBody)
         answer = self._answer(body, "chat", logprobs=(body.top_logprobs or 0) if body.logprobs else None)
         params = chat_params(body)
-        return self._prepared(answer, body, unknown, params, [self._chat_prompt(body)], default_max_tokens=None)
+        prompt = self._chat_prompt(body.messages, body, add_generation_prompt=body.add_generation_prompt is not False)
+        options = self._options(answer, body, caller)
+        return self._prepared(answer, params, [prompt], options, unknown)
 
-    def completion(self, data: bytes) -> Prepared:
+    def completion(self, data: bytes, caller: Caller) -> Prepared:
         """Raises RequestError or NotImplementedError, naming the field."""
         body, unknown = parse_body(data, CompletionBody)
         assert isinstance(body, CompletionBody)
@@ -81,7 +86,33 @@ class Kitchen:
                 p if isinstance(p, str) and params.truncate_prompt_tokens is None else self._shown(i, params)
                 for p, i in zip(prompts, ids)
             ]
-        return self._prepared(answer, body, unknown, params, ids, default_max_tokens=COMPLETION_MAX_TOKENS)
+        options = self._options(answer, body, caller, default_max_tokens=COMPLETION_MAX_TOKENS)
+        return self._prepared(answer, params, ids, options, unknown)
+
+    def pin(self, data: bytes, caller: Caller) -> Prepared:
+        """A prompt to be computed and kept. Raises RequestError, naming the field."""
+        body, unknown = parse_body(data, PinBody)
+        assert isinstance(body, PinBody)
+        require_reuse(self.builder.info)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("a pin is of a prompt or of messages: send one of them", param="prompt")
+        params = SamplingParams(max_tokens=1, detokenize=False)
+        if body.messages is not None:
+            prompt, param = self._chat_prompt(body.messages, body, add_generation_prompt=False), "messages"
+        else:
+            prompt, param = body.prompt, "prompt"
+            if isinstance(prompt, str):
+                params.add_special_tokens = body.add_special_tokens is not False
+                prompt = self.builder.encode(prompt, params)
+        assert isinstance(prompt, list)
+        options = RequestOptions(
+            cache_salt=salt_of(caller, body.cache_salt, from_api_key=self.salt_from_api_key),
+            timeout_s=self.timeout_s,
+            param=param,
+            pin=name_of(body.name, "name"),
+        )
+        answer = Answer(kind="pin", model=self.model_name, n=1, tokenizer=None, failure_status=409)
+        return self._prepared(answer, params, [prompt], options, unknown)
 
     def _shown(self, ids: list[int], params: SamplingParams) -> str:
         if self.tokenizer is None:
@@ -110,19 +141,18 @@ class Kitchen:
             stream_interval=self.stream_interval,
         )
 
-    def _chat_prompt(self, body: ChatBody) -> list[int]:
+    def _chat_prompt(
+        self, messages: list[dict[str, Any]], body: ChatBody | PinBody, *, add_generation_prompt: bool
+    ) -> list[int]:
         if self.template is None or self.tokenizer is None:
             raise RequestError("a chat needs a tokenizer and this engine has none: send ids to /v1/completions",
                                param="messages")  # fmt: skip
         variables = dict(body.chat_template_kwargs or {})
         if "chat_template" in variables:
             raise RequestError("a request may not bring a chat template", param="chat_template_kwargs")
-        generate = body.add_generation_prompt
         try:
             text = self.template.render(
-                plain_messages(body.messages),
-                add_generation_prompt=True if generate is None else generate,
-                extra=variables,
+                plain_messages(messages), add_generation_prompt=add_generation_prompt, extra=variables
             )
             # The template writes BOS itself, so the tokenizer must not.
             return self.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
@@ -131,33 +161,38 @@ class Kitchen:
         except ValueError as error:
             raise RequestError(str(error), param="messages", code="chat_template_error") from None
 
+    def _options(
+        self, answer: Answer, body: GenerationBody, caller: Caller, *, default_max_tokens: int | None = None
+    ) -> RequestOptions:
+        conversation, param = caller.session_id, SESSION_HEADER
+        if body.conversation_params is not None:
+            conversation, param = body.conversation_params.conversation_id, "conversation_params"
+        return RequestOptions(
+            priority=0.5 if body.priority is None else body.priority,
+            cache_salt=salt_of(caller, body.cache_salt, from_api_key=self.salt_from_api_key),
+            conversation=name_of(conversation, param),
+            retention=as_retention_config(body.kv_cache_retention_config),
+            timeout_s=self.timeout_s,
+            unset=HTTP_UNSET,
+            default_max_tokens=default_max_tokens,
+            param="messages" if answer.kind == "chat" else "prompt",
+        )
+
     def _prepared(
         self,
         answer: Answer,
-        body: GenerationBody,
-        unknown: list[str],
         params: SamplingParams,
         prompts: list[list[int]],
-        *,
-        default_max_tokens: int | None,
+        options: RequestOptions,
+        unknown: list[str],
     ) -> Prepared:
-        if body.cache_salt == "":
-            raise RequestError("cache_salt must not be empty: give a text, or leave it out", param="cache_salt")
         if answer.stream and answer.prompt_logprobs:
             raise RequestError("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
         collectors: list[Collector] = []
         together: list[Request] = []
         for index, ids in enumerate(prompts):
-            options = RequestOptions(
-                priority=0.5 if body.priority is None else body.priority,
-                cache_salt=body.cache_salt or "",
-                timeout_s=self.timeout_s,
-                label=answer.id if len(prompts) == 1 else f"{answer.id}/{index}",
-                unset=HTTP_UNSET,
-                default_max_tokens=default_max_tokens,
-                param="messages" if answer.kind == "chat" else "prompt",
-            )
-            requests, resolved = self.builder.build(ids, params, allocate=self.allocate, options=options)
+            own = replace(options, label=answer.id if len(prompts) == 1 else f"{answer.id}/{index}")
+            requests, resolved = self.builder.build(ids, params, allocate=self.allocate, options=own)
             collectors.append(Collector(requests, resolved, tokenizer=self.tokenizer, streaming=answer.stream))
             together += requests
         return Prepared(answer, collectors, together, unknown)

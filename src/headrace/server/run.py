@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import resource
 import signal
 import socket
@@ -60,11 +61,18 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise OSError(
-            f"can't listen on {host} port {port}: {error.strerror or error}: end what uses it or choose another --port"
-        ) from None
+        reason = error.strerror or error
+        raise OSError(f"can't listen on {host} port {port}: {reason}: {_remedy(error)}") from None
     listener.setblocking(False)
     return listener
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "this machine has no such address: choose another --host"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "choose a --port from 1024 up"
+    return "end what uses it or choose another --port"
 
 
 def url_of(listener: socket.socket) -> str:

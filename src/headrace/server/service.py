@@ -28,6 +28,7 @@ log = get("server")
 State = Literal["loading", "ready", "draining", "failed"]
 
 RETRY_LOADING_S = 5
+ASK_TIMEOUT_S = 10.0
 FRONT = 1
 WORKER_NAME = "headrace-input"
 
@@ -47,6 +48,8 @@ class ServiceOptions:
     num_workers: int = 8
     """Threads that render templates and tokenise."""
     api_keys: tuple[str, ...] = ()
+    cache_salt_from_api_key: bool = False
+    """A prefix is shared by requests of one API key only; needs `api_keys`."""
 
 
 @dataclass
@@ -111,6 +114,8 @@ class Service:
         if self.failure is None:
             self.failure = failure
             self._set_state("failed")
+            if self._link is not None:
+                self._link.give_up()
             self.end_all(f"the engine has failed: {failure.message}", code="engine_failed")
 
     def end_all(self, message: str, *, code: str, status: int = 500) -> None:
@@ -162,6 +167,20 @@ class Service:
         self.counters.accepted += 1
         self._send_frame(frame)
         return job
+
+    def info(self) -> wire.ModelInfo:
+        """Of the model that is served. Raises Unavailable until it is there."""
+        return self.kitchen().builder.info
+
+    async def ask(self, question: wire.Question) -> wire.Answer:
+        """Raises Unavailable: no engine, or no answer in time."""
+        self.kitchen()
+        assert self._link is not None
+        answer = await self._link.ask(question, timeout_s=ASK_TIMEOUT_S)
+        self.kitchen()
+        if answer is None:
+            raise Unavailable("the engine gave no answer in time", code="no_answer")
+        return answer
 
     def abort(self, job: Job) -> None:
         """The client has gone: stop its work at once, queued or running."""
@@ -239,6 +258,9 @@ class Service:
             self.fail(message)
         elif isinstance(message, wire.Ready) and not self._info.done():
             self._info.set_result(message.info)
+        elif isinstance(message, wire.Answer):
+            assert self._link is not None
+            self._link.answered(message)
 
     async def _become_ready(self, info: asyncio.Future[wire.ModelInfo]) -> None:
         """Load the text side while the runtime loads; a fault of either ends the start."""
@@ -262,4 +284,5 @@ class Service:
             allocate=self.router.allocate,
             stream_interval=self.options.stream_interval,
             timeout_s=self.options.request_timeout_s,
+            salt_from_api_key=self.options.cache_salt_from_api_key,
         )

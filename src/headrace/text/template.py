@@ -122,8 +122,8 @@ class ChatTemplate:
     def _compile(self, which: str) -> jinja2.Template:
         if not self._sources:
             raise TemplateError(
-                f"{self._name or 'the model'} has no chat template: give one with --chat_template, or send a prompt to"
-                " the completions API"
+                f"{self._name or 'the model'} has no chat template: give one with --chat_template of"
+                " 'headrace serve', or complete plain text ('headrace generate', /v1/completions)"
             )
         compiled = self._compiled.get(which)
         if compiled is None:

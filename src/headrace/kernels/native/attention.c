@@ -29,13 +29,15 @@ struct attention {
     int64_t q_stride, q_head_stride; /* in elements; `out` is contiguous */
     int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
     int64_t window; /* 0: everything */
+    int64_t sink_tokens; /* the first ones, which are seen beside the window */
     int64_t is_half, cache_is_half, threads;
     double scale, soft_cap; /* 0: none */
 };
 
 struct unit {
     int64_t row, first_query, num_queries, first_head, num_heads, kv_head;
-    int64_t begin, end; /* cached tokens that some query sees */
+    int64_t begin, end; /* cached tokens that some query sees: all of these, */
+    int64_t resume;     /* or, with sinks, [0, sink_tokens) and [resume, end) */
     int64_t partial;    /* index of its first part's result when parts are separate, else -1 */
 };
 
@@ -309,6 +311,7 @@ static void take_tile(const struct run *run, const struct unit *unit, struct scr
                       int64_t begin, int64_t end) {
     const struct attention *a = run->args;
     int64_t padded = run->padded_dim, origin = tile * TILE;
+    const int in_sinks = end <= a->sink_tokens; /* no call holds sinks and other tokens */
     float shrink[VECTORS];
     struct rows k = tile_rows(run, a->k, a->k_block_stride, a->k_head_stride, unit, tile, begin, end, num_vectors,
                               s->tile_k);
@@ -317,18 +320,36 @@ static void take_tile(const struct run *run, const struct unit *unit, struct scr
     dot_tile_any(s->q, k, padded, s->scores, num_vectors, (int)(begin - origin), (int)(end - origin));
     for (int r = 0; r < num_vectors; r++) {
         float *scores = s->scores + r * TILE;
-        if (s->last[r] < begin || s->first[r] >= end) { /* sees nothing of this tile */
+        int32_t first = s->first[r], last = s->last[r];
+        if (in_sinks) {
+            first = 0;
+            if (last >= a->sink_tokens) last = (int32_t)a->sink_tokens - 1;
+        } else if (first < a->sink_tokens) {
+            first = (int32_t)a->sink_tokens;
+        }
+        if (last < begin || first >= end) { /* sees nothing of this tile */
             shrink[r] = 1.0f;
             memset(scores, 0, sizeof(float) * TILE);
             continue;
         }
-        float best = finish_scores(a, scores, (int32_t)origin, s->first[r], s->last[r]);
+        float best = finish_scores(a, scores, (int32_t)origin, first, last);
         shrink[r] = weigh(scores, &s->part.max[r], &s->sums[r], best);
     }
     mix_tile_any(s->part.acc, s->scores, v, shrink, padded, num_vectors, (int)(begin - origin), (int)(end - origin));
 }
 
-/* The softmax over the tokens [begin, end) of one part, into s->part. */
+static void take_tiles(const struct run *run, const struct unit *unit, struct scratch *s, int num_vectors,
+                       int64_t begin, int64_t end) {
+    for (int64_t tile = begin / TILE; begin < end && tile * TILE < end; tile++) {
+        int64_t from = tile * TILE > begin ? tile * TILE : begin;
+        int64_t to = (tile + 1) * TILE < end ? (tile + 1) * TILE : end;
+        if (to < end && is_in_place(run)) fetch_tile(run, unit, tile + 1);
+        take_tile(run, unit, s, num_vectors, tile, from, to);
+    }
+}
+
+/* The softmax over the tokens [begin, end) of one part, into s->part. Where the sinks end, a tile is cut whatever the
+ * window: a query's result must not depend on what the unit's other queries see. */
 static void take_part(const struct run *run, const struct unit *unit, struct scratch *s, int num_vectors,
                       int64_t begin, int64_t end) {
     memset(s->part.acc, 0, sizeof(float) * num_vectors * run->padded_dim);
@@ -336,12 +357,10 @@ static void take_part(const struct run *run, const struct unit *unit, struct scr
         s->part.max[r] = -INFINITY;
         s->sums[r] = (vfloat){0};
     }
-    for (int64_t tile = begin / TILE; tile * TILE < end; tile++) {
-        int64_t from = tile * TILE > begin ? tile * TILE : begin;
-        int64_t to = (tile + 1) * TILE < end ? (tile + 1) * TILE : end;
-        if (to < end && is_in_place(run)) fetch_tile(run, unit, tile + 1);
-        take_tile(run, unit, s, num_vectors, tile, from, to);
-    }
+    int64_t sinks = run->args->sink_tokens;
+    if (begin < sinks) take_tiles(run, unit, s, num_vectors, begin, end < sinks ? end : sinks);
+    if (begin < unit->resume) begin = unit->resume;
+    take_tiles(run, unit, s, num_vectors, begin, end);
     for (int r = 0; r < num_vectors; r++) s->part.sum[r] = sum_lanes(s->sums[r]);
 }
 
@@ -471,7 +490,7 @@ static void run_merge(void *context, int64_t index, int thread) {
 
 static void see(const struct attention *a, struct unit *unit) {
     int64_t cached = a->kv_lens[unit->row];
-    unit->begin = INT64_MAX, unit->end = 0;
+    unit->begin = INT64_MAX, unit->end = 0, unit->resume = 0;
     for (int64_t query = unit->first_query; query < unit->first_query + unit->num_queries; query++) {
         int64_t position = a->positions[query];
         int64_t end = position + 1 < cached ? position + 1 : cached;
@@ -481,6 +500,10 @@ static void see(const struct attention *a, struct unit *unit) {
         if (end > unit->end) unit->end = end;
     }
     if (unit->end == 0) unit->begin = 0;
+    if (a->sink_tokens) {
+        unit->resume = unit->begin > a->sink_tokens ? unit->begin : a->sink_tokens;
+        unit->begin = 0;
+    }
 }
 
 /* Fills units, or only counts them when `units` is NULL. */
@@ -495,7 +518,7 @@ static int64_t list_units(const struct attention *a, struct unit *units) {
                     int64_t queries = a->query_starts[row + 1] - query, heads = group - head;
                     units[count] = (struct unit){
                         row, query, queries < queries_a_unit ? queries : queries_a_unit, kv_head * group + head,
-                        heads < heads_a_unit ? heads : heads_a_unit, kv_head, 0, 0, -1};
+                        heads < heads_a_unit ? heads : heads_a_unit, kv_head, 0, 0, 0, -1};
                     see(a, &units[count]);
                 }
     return count;

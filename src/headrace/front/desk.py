@@ -1,0 +1,147 @@
+"""Where prompts are taken: each becomes requests of the runtime, and they are sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from headrace import wire
+from headrace.front.builder import RequestBuilder, RequestOptions
+from headrace.front.cache import as_retention_config, name_of
+from headrace.front.client import Client
+from headrace.front.errors import RequestError
+from headrace.front.prompts import PreprocessedInputs, split
+from headrace.front.request_output import RequestOutput
+from headrace.front.text_side import TextSide, as_tokenizer
+from headrace.params import ConversationParams, KvCacheRetentionConfig, SamplingParams
+from headrace.types import Request
+
+__all__ = ["Asked", "Desk", "Processors", "options_of"]
+
+SUBMIT_GROUP = 64
+"""Prompts that are sent together: the engine begins while the next ones are tokenised."""
+
+_Prepared = tuple[list[Request], SamplingParams, str | None]
+
+
+class Asked(NamedTuple):
+    """One prompt of a caller, in any form."""
+
+    prompt: Any
+    params: SamplingParams | None
+    options: RequestOptions
+
+
+class Processors(Protocol):
+    """Where the engine finds a caller's logits processors by key."""
+
+    def register(self, params: SamplingParams) -> int:
+        """0 when there are none."""
+        ...
+
+    def release(self, key: int) -> None: ...
+
+
+class Desk:
+    """Shared by threads, but for `set_tokenizer`."""
+
+    def __init__(
+        self,
+        client: Client,
+        text: TextSide,
+        info: wire.ModelInfo,
+        *,
+        processors: Processors,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.text = text
+        self._client = client
+        self._info = info
+        self._processors = processors
+        self._timeout_s = timeout_s
+        self._builder: RequestBuilder = text.builder(info)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        self.text = dataclasses.replace(self.text, tokenizer=as_tokenizer(tokenizer))
+        self._builder = self.text.builder(self._info)
+
+    def preprocess(self, prompt: Any, params: SamplingParams | None) -> PreprocessedInputs:
+        """Raises RequestError or ValueError for what is no prompt."""
+        text, ids = split(prompt)
+        return PreprocessedInputs(self._ids(text, ids, params or SamplingParams()), text, params)
+
+    def chat_ids(
+        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Raises ValueError: no template, or it refuses the messages."""
+        if self.text.template is None or self.text.tokenizer is None:
+            raise ValueError("a chat needs a tokenizer: leave skip_tokenizer_init off")
+        text = self.text.template.render(messages, add_generation_prompt=add_generation_prompt, extra=variables)
+        return self.text.tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
+
+    def submit(self, asked: Iterable[Asked], *, streaming: bool = False) -> list[RequestOutput]:
+        """All of them or none: at the first bad one those that were sent are aborted."""
+        outputs: list[RequestOutput] = []
+        group: list[_Prepared] = []
+        try:
+            for one in asked:
+                group.append(self._prepare(one))
+                if len(group) == SUBMIT_GROUP:
+                    outputs += self._send(group, streaming=streaming)
+                    group = []
+            return outputs + (self._send(group, streaming=streaming) if group else [])
+        except BaseException:
+            for output in outputs:
+                output.abort()
+            raise
+
+    def _ids(self, text: str | None, ids: list[int] | None, params: SamplingParams) -> list[int]:
+        if ids is not None:
+            return ids
+        assert text is not None
+        return self._builder.encode(text, params)
+
+    def _prepare(self, asked: Asked) -> _Prepared:
+        prompt, params, options = asked
+        if isinstance(prompt, PreprocessedInputs) and params is None:
+            params = prompt.sampling_params
+        params = params or SamplingParams()
+        text, ids = split(prompt)
+        ids = self._ids(text, ids, params)
+        key = self._processors.register(params)
+        options = dataclasses.replace(options, timeout_s=self._timeout_s, processors=key)
+        try:
+            requests, resolved = self._builder.build(
+                ids, params, allocate=self._client.router.allocate, options=options
+            )
+        except BaseException:
+            self._processors.release(key)
+            raise
+        return requests, resolved, text
+
+    def _send(self, prepared: list[_Prepared], *, streaming: bool) -> list[RequestOutput]:
+        outputs = self._client.submit_many(prepared, tokenizer=self.text.tokenizer, streaming=streaming)
+        for output, (requests, _, _) in zip(outputs, prepared):
+            key = requests[0].sampling.processors
+            if key:
+                output.when_done(lambda _, key=key: self._processors.release(key))
+        return outputs
+
+
+def options_of(
+    priority: float,
+    cache_salt: str | None,
+    retention: KvCacheRetentionConfig | None,
+    conversation: ConversationParams | None,
+) -> RequestOptions:
+    """Raises RequestError, naming the argument."""
+    if not isinstance(conversation, ConversationParams | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        problem = f"conversation_params must be ConversationParams, got {type(conversation).__name__}"
+        raise RequestError(problem, param="conversation_params")
+    return RequestOptions(
+        priority=priority,
+        cache_salt=name_of(cache_salt, "cache_salt"),
+        retention=as_retention_config(retention),
+        conversation=conversation.conversation_id if conversation else "",
+    )

@@ -1,0 +1,134 @@
+"""What a model is made of, in numbers: enough to tell what its weights and its cache take, without either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Split = Literal["whole", "heads", "kv_heads", "dense", "experts", "vocab"]
+"""How a weight is dealt to ranks: not at all, by attention heads or their KV heads, by the features of an MLP, by
+experts (and their features), by rows of the vocabulary."""
+
+Form = Literal["plain", "linear", "expert", "float32"]
+"""What quantisation does to a weight: nothing, as linears, as routed experts, nothing and never fewer bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight of one layer, or several that are treated alike."""
+
+    count: int
+    """Elements in the whole model."""
+    split: Split = "whole"
+    units: int = 1
+    """What is dealt: heads, features, experts, rows. Each has count / units elements."""
+    form: Form = "linear"
+    kv_heads: int = 0
+    """With `heads`: query heads stay with the KV head that they read."""
+    features: int = 1
+    """With `experts`: what each expert may be cut by as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Keys and values by head: MHA, GQA, MQA."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """Tokens a query sees, itself included; None is everything."""
+    index_bytes: int = 0
+    """What an indexer of sparse attention keeps of a token beside, whatever the dtype of the cache."""
+
+    @property
+    def kind(self) -> str:
+        if self.num_kv_heads == self.num_heads:
+            return "MHA"
+        return "MQA" if self.num_kv_heads == 1 else "GQA"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Multi-head latent attention (DeepSeek-AI 2024): one latent and one rotated key of a token, for all heads."""
+
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    index_bytes: int = 0
+    kind: str = "MLA"
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """A state of constant size in place of keys and values."""
+
+    num_heads: int
+    """Over which the state is dealt to ranks."""
+    state_count: int
+    """Elements of the recurrent state."""
+    conv_count: int
+    """Elements of the short convolution's state, in the dtype of the activations."""
+    kind: str = "recurrent"
+
+
+MixerShape = AttentionShape | LatentShape | RecurrentShape
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer: how it mixes tokens (None: not at all), and its weights."""
+
+    mixer: MixerShape | None
+    weights: tuple[Weight, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bits of a stored element by form, scales included; `plain` is the dtype of the activations."""
+
+    name: str
+    bits: Mapping[Form, float] = field(default_factory=dict[Form, float])
+
+    def bits_of(self, form: Form, plain_bits: int) -> float:
+        if form == "float32":
+            return 32
+        return self.bits.get(form, plain_bits)
+
+
+PLAIN = Storage("plain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A model as its config describes it."""
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    layers: tuple[LayerShape, ...]
+    dtype: str
+    """Of the checkpoint's activations."""
+    state_dtype: str = ""
+    """Of recurrent states, where the config says; "" is that of the activations."""
+    is_tied: bool = False
+    """The head is the embedding."""
+    intermediate_size: int = 0
+    """Features of the widest MLP that a token runs through."""
+    storage: Storage = PLAIN
+    """As the checkpoint stores its weights."""
+    is_known: bool = True
+    """Whether the model type has rules of its own here; else its keys were read as most models mean them."""
+
+    @property
+    def num_parameters(self) -> int:
+        """A tied head counts once."""
+        ends = self.vocab_size * self.hidden_size * (1 if self.is_tied else 2) + self.hidden_size
+        return ends + sum(weight.count for layer in self.layers for weight in layer.weights)
+
+
+def activation_bytes(hidden_size: int, intermediate_size: int, *, max_num_tokens: int, item_bytes: int) -> int:
+    """An upper bound of what one full step holds: the widest MLP's input and output, and the residual."""
+    return max_num_tokens * (2 * intermediate_size + 6 * hidden_size) * item_bytes

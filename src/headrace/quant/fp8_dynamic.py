@@ -1,0 +1,59 @@
+"""FP8 weights with a scale by output (or one for all), activations with a scale by token, computed as they come.
+
+The forms of compressed-tensors (`weight_scale` [out, 1]) and of `quant_method: fp8` with dynamic activations, whose
+scale is one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.quantise import FP8, Form
+from headrace.quant import _fp8
+from headrace.quant._fp8 import Fp8Weight
+from headrace.quant.port import ActLike, PreparedWeight, Stored
+
+__all__ = ["Fp8Dynamic"]
+
+
+class Fp8Dynamic:
+    """Scales of any fused weights are kept as they are, by output."""
+
+    def __init__(self, *, by_output: bool = True) -> None:
+        """
+        Args:
+            by_output: the checkpoint's weights have a scale for each output, not one for all.
+        """
+        self.by_output = by_output
+
+    def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
+        """The weight and its scales."""
+        return (Stored("weight", FP8), Stored("weight_scale", torch.float32, 1 if self.by_output else None, None))
+
+    def load(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
+    ) -> PreparedWeight:
+        """weight [out, in]; scales [out, 1] or [fused weights]."""
+        scales = _fp8.check_scales(tensors["weight_scale"], "weight_scale")
+        scales = scales if self.by_output else _fp8.by_output(scales, widths)
+        return Fp8Weight(tensors["weight"], scales, bias, Form("token"), dtype)
+
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
+        """A plain weight, with scales by output and by token: a checkpoint states no others for it."""
+        encoded, scales = _fp8.encode(weight)
+        return Fp8Weight(encoded, scales, bias, Form("token"), weight.dtype)
+
+    def wanted(self, prepared: PreparedWeight) -> Form:
+        """With a scale by token."""
+        return _fp8.wanted(prepared)
+
+    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[tokens, in] -> [tokens, out]"""
+        return _fp8.linear(act, prepared, out_dtype)
+
+    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
+        """ids [n] int64 -> [n, in]"""
+        return _fp8.rows(prepared, ids)

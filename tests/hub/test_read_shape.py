@@ -1,0 +1,174 @@
+"""Every model type of the list: parameters counted by the formulas equal those of transformers' own model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.hub.errors import ModelError
+from headrace.hub.keys import Keys
+from headrace.hub.mixers import Traits
+from headrace.hub.read_shape import TRAITS, layer_kinds, read_shape
+from headrace.hub.shape import AttentionShape, LatentShape, RecurrentShape
+
+COMMON = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 100, "pad_token_id": None, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28,
+}  # fmt: skip
+KIMI = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+    "num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 20, "linear_num_heads": 3,
+    "linear_head_dim": 8, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+MAMBA = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 6, "n_groups": 2,
+    "mamba_head_dim": 8, "ssm_state_size": 12, "n_routed_experts": 4, "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28, "head_dim": 24, "num_hidden_layers": None,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 16}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "phi3": ("phi3", {"head_dim": None}),
+    "qwen2": ("qwen2", {"head_dim": None}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "shared_expert_intermediate_size": None}),
+    "gemma2": ("gemma2", {"sliding_window": 16}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 16}),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3, plain query": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
+    "deepseek_v3 with biases": ("deepseek_v3", {**LATENT, "attention_bias": True}),
+    "deepseek_v32": ("deepseek_v32", {**LATENT, **INDEXER}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **INDEXER}),
+    "glm_moe_dsa, shared choice": ("glm_moe_dsa", {**LATENT, **INDEXER, "index_topk_freq": 2}),
+    "kimi_linear": ("kimi_linear", KIMI),
+    "qwen3_next": ("qwen3_next", {**DELTA, **EXPERTS}),
+    "qwen3_5_text": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**DELTA, **EXPERTS}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 8}),
+    "minimax_m3": ("minimax_m3_vl_text", {
+        "num_local_experts": 8, "shared_intermediate_size": 28, "dense_intermediate_size": 40, "index_head_dim": 16,
+        "index_n_heads": 2, "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    }),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 8, "sliding_window": 16}),
+    "nemotron_h": ("nemotron_h", MAMBA),
+    "nemotron_h, latent experts": ("nemotron_h", {**MAMBA, "moe_latent_size": 16}),
+}  # fmt: skip
+
+
+def tiny_config(name: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    model_type, changes = CASES[name]
+    wanted = {key: value for key, value in {**COMMON, **changes}.items() if value is not None or key == "pad_token_id"}
+    for key in ("q_lora_rank", "sliding_window"):
+        if key in changes and changes[key] is None:
+            wanted[key] = None
+    return CONFIG_MAPPING[model_type](**wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_equal_those_of_transformers(name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    corrections = sum(buffer.numel() for key, buffer in model.named_buffers() if "e_score_correction" in key)
+    shape = read_shape(config.to_dict())
+    assert shape.num_parameters == model.num_parameters() + corrections
+    assert shape.is_known and shape.max_position == (
+        config.max_position_embeddings if hasattr(config, "max_position_embeddings") else config.model_max_length
+    )
+
+
+def test_every_type_with_rules_of_its_own_is_tried() -> None:
+    tried = {model_type for model_type, _ in CASES.values()}
+    assert TRAITS.keys() - tried == {"gemma3", "kimi_k2"}  # nested text configs, and DeepSeek's structure by name
+
+
+def mixers(**config: Any) -> list[Any]:
+    return [layer.mixer for layer in read_shape({**COMMON, "max_position_embeddings": 1000, **config}).layers]
+
+
+def test_windows_by_layer() -> None:
+    def windows(**config: Any) -> list[int | None]:
+        return [mixer.window for mixer in mixers(**config)]
+
+    assert windows(model_type="llama") == [None] * 4
+    assert windows(model_type="mistral", sliding_window=8) == [8] * 4
+    assert windows(model_type="mistral", sliding_window=None) == [None] * 4
+    assert windows(model_type="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=3) == [
+        None, None, None, 8,
+    ]  # fmt: skip
+    assert windows(model_type="qwen2", use_sliding_window=False, sliding_window=8) == [None] * 4
+    assert windows(model_type="gemma3_text", num_hidden_layers=7, sliding_window=8) == [8] * 5 + [None, 8]
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert windows(model_type="gpt_oss", sliding_window=8, layer_types=kinds) == [8, None, 8, None]
+
+
+def test_kinds_as_checkpoints_write_them() -> None:
+    kimi = mixers(model_type="kimi_linear", kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+                  linear_attn_config={"full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 2, "head_dim": 8,
+                                      "short_conv_kernel_size": 4})  # fmt: skip
+    assert [type(mixer) for mixer in kimi] == [RecurrentShape] * 3 + [LatentShape]
+    assert (kimi[0].state_count, kimi[0].conv_count) == (2 * 8 * 8, 3 * 16 * 3)
+    mamba = {key: value for key, value in MAMBA.items() if key not in ("layers_block_type", "num_hidden_layers")}
+    nemotron = mixers(model_type="nemotron_h", hybrid_override_pattern="M-*E", **mamba)
+    assert [type(mixer) for mixer in nemotron] == [RecurrentShape, type(None), AttentionShape, type(None)]
+    minimax = mixers(model_type="minimax_m3_vl_text", sparse_attention_config={"sparse_attention_freq": [0, 0, 1, 1]},
+                     index_head_dim=128)  # fmt: skip
+    assert [mixer.index_bytes for mixer in minimax] == [0, 0, 132, 132]
+    gdn = mixers(model_type="qwen3_next", **DELTA)
+    assert [type(mixer) for mixer in gdn] == [RecurrentShape] * 3 + [AttentionShape]
+    assert (gdn[0].state_count, gdn[0].conv_count) == (4 * 8 * 6, (2 * 2 * 8 + 4 * 6) * 3)
+
+
+@pytest.mark.parametrize(("key_value_heads", "kind"), [(4, "MHA"), (2, "GQA"), (1, "MQA")])
+def test_kinds_of_attention(key_value_heads: int, kind: str) -> None:
+    assert mixers(model_type="llama", num_key_value_heads=key_value_heads)[0].kind == kind
+
+
+def test_an_unknown_type_is_read_by_its_keys() -> None:
+    config = {**COMMON, **LATENT, **INDEXER, "model_type": "new", "max_position_embeddings": 10}
+    shape = read_shape(config)
+    known = read_shape({**config, "model_type": "deepseek_v32"})
+    assert not shape.is_known and shape.layers == known.layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "config.json lacks hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number of at least 1, not '64'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, not 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
+        ({"layer_types": "full"}, "must be a list of words"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
+        ({"quantization_config": {"quant_method": "x"}}, "the method 'x' is not known here"),
+        ({"quantization_config": [1]}, "quantization_config must be an object"),
+    ],
+)
+def test_bad_configs_name_the_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_shape({**COMMON, "model_type": "llama", "max_position_embeddings": 10, **changes})
+
+
+def test_kinds_without_a_list() -> None:
+    assert layer_kinds(Keys({"num_hidden_layers": 3}, "x"), Traits()) == ["full"] * 3

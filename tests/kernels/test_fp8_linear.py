@@ -1,0 +1,97 @@
+"""FP8 products against the dequantised ones, for every kind of scale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.kernels.fp8_linear import dequantised_weight, fp8_linear, fp8_linear_twin
+from headrace.kernels.quantise import FP8, Form, Quantised, quantise_twin
+from tests.kits.interpreter import DEVICES
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def case(kind: Any, num_rows: int, num_out: int, num_in: int) -> tuple[Quantised, Tensor, Tensor]:
+    """Activations, weight and scales of a kind: `static`, `token` (by output too), `group` (by block too)."""
+    act = quantise_twin(draw(num_rows, num_in), Form(kind, torch.tensor([0.02]) if kind == "static" else None))
+    shapes = {"static": (1,), "token": (num_out, 1), "group": (-(-num_out // 128), -(-num_in // 128))}
+    return act, (draw(num_out, num_in, seed=1) * 20).to(FP8), draw(*shapes[kind], seed=2).abs() + 0.1
+
+
+def moved(act: Quantised, device: str) -> Quantised:
+    assert act.scales is not None
+    return Quantised(act.data.to(device), act.scales.to(device))
+
+
+def assert_close(out: Tensor, wanted: Tensor) -> None:
+    error = (out.cpu().double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < 5e-3, f"relative error {error:.1e}"
+
+
+def test_dequantised() -> None:
+    weight, scales = torch.ones(130, 256).to(FP8), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    wide = dequantised_weight(weight, scales)
+    assert wide[127, 127] == 1 and wide[0, 128] == 2 and wide[129, 0] == 3 and wide[128, 255] == 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 3, 20])
+@pytest.mark.parametrize("kind", ["static", "token"])
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 512), (50, 200), (7, 40)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows(device: str, num_rows: int, kind: str, num_out: int, num_in: int, has_bias: bool) -> None:
+    from headrace.kernels._triton_linear import launch_few_rows
+
+    act, weight, scales = case(kind, num_rows, num_out, num_in)
+    bias = draw(num_out, seed=3).bfloat16() if has_bias else None
+    wanted = fp8_linear_twin(act, weight, scales, bias, out_dtype=torch.float32)
+    out = launch_few_rows(
+        moved(act, device),
+        weight.to(device),
+        scales.to(device),
+        None if bias is None else bias.to(device),
+        out_dtype=torch.bfloat16,
+    )
+    assert out.dtype == torch.bfloat16
+    assert_close(out, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 20, 70])
+def test_blocks(device: str, num_rows: int) -> None:
+    from headrace.kernels._triton_linear import launch_blocks
+
+    act, weight, scales = case("group", num_rows, 200, 384)
+    out = launch_blocks(moved(act, device), weight.to(device), scales.to(device), None, out_dtype=torch.bfloat16)
+    assert_close(out, fp8_linear_twin(act, weight, scales, out_dtype=torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["static", "token", "group"])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 100, 300])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_any_rows_on_a_gpu(kind: str, num_rows: int, out_dtype: torch.dtype) -> None:
+    act, weight, scales = case(kind, num_rows, 384, 512)
+    bias = draw(384, seed=3).to(out_dtype)
+    out = fp8_linear(moved(act, "cuda"), weight.cuda(), scales.cuda(), bias.cuda(), out_dtype=out_dtype)
+    assert out.dtype == out_dtype
+    assert_close(out, fp8_linear_twin(act, weight, scales, bias, out_dtype=torch.float32))
+
+
+@pytest.mark.gpu
+def test_static_activations_with_scales_by_output_on_a_gpu() -> None:
+    act, weight, _ = case("static", 40, 384, 512)
+    scales = draw(384, 1, seed=5).abs() + 0.1
+    out = fp8_linear(moved(act, "cuda"), weight.cuda(), scales.cuda(), out_dtype=torch.bfloat16)
+    assert_close(out, fp8_linear_twin(act, weight, scales, out_dtype=torch.float32))
+
+
+def test_forms_are_values() -> None:
+    assert replace(Form("group"), group=64) == Form("group", group=64)

@@ -1,0 +1,97 @@
+"""What checkpoints state about their quantisation, and which recipe each linear gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.layers.recipes import read_recipes
+from headrace.quant.fp8 import Fp8
+from headrace.quant.fp8_block import Fp8Block
+from headrace.quant.fp8_dynamic import Fp8Dynamic
+from headrace.quant.fp8_on_load import Fp8OnLoad
+from headrace.quant.none import Dense
+
+DOWN = "layers.1.mlp.down"
+
+
+def quantised(**stated: Any) -> dict[str, Any]:
+    return {"quantization_config": stated}
+
+
+def compressed(weights: dict[str, Any], inputs: dict[str, Any], **more: Any) -> dict[str, Any]:
+    fp8 = {"type": "float", "num_bits": 8}
+    group = {"targets": ["Linear"], "weights": {**fp8, **weights}, "input_activations": {**fp8, **inputs}}
+    return quantised(quant_method="compressed-tensors", config_groups={"group_0": group}, ignore=["lm_head"], **more)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({}, Dense),
+        (quantised(quant_method="modelopt", quant_algo="FP8"), Fp8),
+        (quantised(quant_method="fp8", activation_scheme="static"), Fp8),
+        (quantised(quant_method="fp8", activation_scheme="dynamic"), Fp8Dynamic),
+        (quantised(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]), Fp8Block),
+        (compressed({"strategy": "channel"}, {"dynamic": True}), Fp8Dynamic),
+        (compressed({"strategy": "tensor"}, {"dynamic": False}), Fp8),
+        (compressed({"strategy": "tensor"}, {"dynamic": True}), Fp8Dynamic),
+    ],
+)
+def test_forms(config: dict[str, Any], wanted: type) -> None:
+    recipes = read_recipes(config)
+    assert isinstance(recipes(DOWN), wanted)
+    assert isinstance(recipes("head"), Dense)
+
+
+def test_scales_for_each_output_or_for_all() -> None:
+    one = read_recipes(quantised(quant_method="fp8", activation_scheme="dynamic"))(DOWN)
+    each = read_recipes(compressed({"strategy": "channel"}, {"dynamic": True}))(DOWN)
+    assert isinstance(one, Fp8Dynamic) and not one.by_output
+    assert isinstance(each, Fp8Dynamic) and each.by_output
+
+
+def test_modelopts_own_file() -> None:
+    stated = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.0*"]}
+    recipes = read_recipes({}, hf_quant_config={"producer": {"name": "modelopt"}, "quantization": stated})
+    assert recipes.is_kv_fp8
+    assert isinstance(recipes("layers.1.attention.qkv"), Fp8)
+    assert isinstance(recipes("layers.0.attention.qkv"), Dense)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["model.layers.1.mlp.down_proj", "model.layers.1.mlp", "*.down_proj", "re:.*layers.1.mlp.*"]
+)
+def test_linears_that_stay_plain(pattern: str) -> None:
+    recipes = read_recipes(quantised(quant_method="fp8", activation_scheme="static", ignored_layers=[pattern]))
+    assert isinstance(recipes(DOWN), Dense)
+    assert isinstance(recipes("layers.10.attention.out"), Fp8)
+
+
+def test_a_fused_linear_is_quantised_whole_or_not() -> None:
+    config = quantised(quant_method="fp8", modules_to_not_convert=["model.layers.1.self_attn.k_proj"])
+    with pytest.raises(ValueError, match="k_proj unquantised but not the linears fused"):
+        read_recipes(config)("layers.1.attention.qkv")
+
+
+def test_plain_weights_are_quantised_on_demand() -> None:
+    recipes = read_recipes({}, force_dynamic=True)
+    assert isinstance(recipes(DOWN), Fp8OnLoad) and isinstance(recipes("head"), Dense)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (quantised(quant_method="awq"), "quant_method 'awq' is not served"),
+        (quantised(quant_method="modelopt", quant_algo="NVFP4"), "quant_algo 'NVFP4' is not served"),
+        (quantised(quant_method="fp8", activation_scheme="odd"), "activation_scheme 'odd' is not known"),
+        (quantised(quant_method="fp8", weight_block_size=[64, 128]), r"weight_block_size \[64, 128\]"),
+        (compressed({"num_bits": 4, "strategy": "group"}, {}), "float4 by group"),
+        (quantised(quant_method="fp8", ignored_layers="lm_head"), "must hold names"),
+        ({"quantization_config": "fp8"}, "must be an object"),
+    ],
+)
+def test_what_is_not_served_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_recipes(config)

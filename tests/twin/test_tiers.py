@@ -1,0 +1,76 @@
+"""The cache's settings through the whole runtime on a real tiny model: reuse, lower tiers, a restart."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.runtime.core import Core
+from tests.twin.harness import VOCAB, open_runtime, request, run, tiny_llama, tokens_of
+
+DRAW = random.Random(1)
+BASE = [DRAW.randrange(VOCAB) for _ in range(30)]
+PROMPTS = [[DRAW.randrange(VOCAB) for _ in range(40)] for _ in range(8)]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    ("cache", "cached"),
+    [
+        ({}, 21),
+        ({"enable_partial_reuse": False}, 20),
+        ({"copy_on_partial_reuse": False}, 20),  # the block has others after it, so it can't be taken over
+        ({"enable_block_reuse": False}, 0),
+        ({"block_reuse_config": {"policy": "per_request"}}, 0),
+    ],
+)
+def test_tokens_reused_of_a_shared_front(llama: Path, cache: dict[str, Any], cached: int) -> None:
+    core = open_runtime(llama, kv_cache_config=cache)
+    try:
+        run(core, [request(1, BASE)])
+        assert run(core, [request(2, [*BASE[:21], 5, 6, 7, 8])])[2][-1].cached_tokens == cached
+    finally:
+        core.close()
+
+
+def rounds(core: Core, count: int) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Answers and reused tokens of all prompts, several times."""
+    answers: list[list[list[int]]] = []
+    cached: list[list[int]] = []
+    try:
+        for turn in range(count):
+            some = [request(100 * turn + i, ids) for i, ids in enumerate(PROMPTS)]
+            deltas = run(core, some)
+            answers.append([tokens_of(deltas[each.id]) for each in some])
+            cached.append([deltas[each.id][-1].cached_tokens for each in some])
+        return answers, cached
+    finally:
+        core.close()
+
+
+def test_lower_tiers_bring_back_what_the_device_has_no_room_for(llama: Path, tmp_path: Path) -> None:
+    wanted, _ = rounds(open_runtime(llama, max_batch_size=4), 2)
+    small = {"max_tokens": 160}
+    alone, lost = rounds(open_runtime(llama, max_batch_size=4, kv_cache_config=small), 2)
+    host = {**small, "host_cache_size": 200_000}
+    beside, kept = rounds(open_runtime(llama, max_batch_size=4, kv_cache_config=host), 2)
+    assert alone == beside == wanted
+    assert sum(lost[1]) < 40 and kept[1] == [39] * len(PROMPTS)
+    disk = {**small, "disk_cache_size": 1_000_000, "disk_cache_path": str(tmp_path)}
+    below, found = rounds(open_runtime(llama, max_batch_size=4, kv_cache_config=disk), 2)
+    assert below == wanted and sum(found[1]) >= 40
+    again, after = rounds(open_runtime(llama, max_batch_size=4, kv_cache_config=disk), 1)
+    assert again == wanted[:1] and sum(after[0]) >= 40, "a prefix is found after a restart"
+
+
+def test_what_is_below_the_offload_priority_is_dropped(llama: Path) -> None:
+    cache = {"max_tokens": 160, "host_cache_size": 200_000, "secondary_offload_min_priority": 36}
+    _, cached = rounds(open_runtime(llama, max_batch_size=4, kv_cache_config=cache), 2)
+    assert sum(cached[1]) < 40
