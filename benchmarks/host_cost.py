@@ -8,6 +8,7 @@ Steady state: `rows` running requests, and every step about rows/128 of them end
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import time
@@ -49,6 +50,9 @@ def measure(rows: int, steps: int, depth: int) -> list[float]:
             scheduler.add(Request(id=next_id, prompt=prompt, sampling=Sampling(), max_tokens=length))
             next_id += 1
 
+    gc.collect()
+    gc.freeze()  # as in a runtime's own process, the threshold included
+    gc.set_threshold(20_000)
     for _ in range(rows):  # staggered ends, so that each step sees its share
         submit(1, rng.randint(1, 128))
     times: list[float] = []

@@ -244,3 +244,14 @@ def test_statistics(llm: LLM) -> None:
     assert sum(window["iterPartialReusedBlocks"] for window in windows) == 1
     assert sum(window["iterCachedTokensByLevel"][0] for window in windows) == 9
     assert records[-1]["kvCacheStats"]["usedNumBlocks"] == 0
+
+
+def test_the_next_process_finds_what_never_left_the_device(folder: Path, tmp_path: Path) -> None:
+    disk = {"host_cache_size": 100_000, "disk_cache_size": 1_000_000, "disk_cache_path": str(tmp_path)}
+    prompts = [prompt_of(first, 30) for first in range(3)]
+    with engine(folder, kv=disk) as before:
+        for prompt in prompts:
+            assert cached(before, prompt) < 4 * BLOCK
+    with engine(folder, kv=disk) as after:
+        assert [cached(after, prompt) for prompt in prompts] == [28, 28, 28]
+        assert cached(after, prompts[0], cache_salt="other") == 0

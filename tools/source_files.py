@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "front": frozenset({"hall", "hub", "text"}),
     "bench": frozenset({"hall", "hub", "text"}),
     "kvcache": frozenset({"hall"}),
-    "scheduler": frozenset({"hall", "kvcache"}),
+    "scheduler": frozenset({"hall", "kvcache", "transfer"}),
     "transfer": frozenset({"hall"}),
     "server": frozenset({"hall", "hub", "text", "front"}),
     "kernels": frozenset({"hall"}),

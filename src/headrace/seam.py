@@ -11,9 +11,10 @@ A row whose slot is `done` writes its KV to the dummy block (block 0 of every gr
 out) and accepts no token.
 
 Order. Plans run in the order of `submit`. Within a plan: slots are freed, slots begin, blocks are
-appended to tables, copies run one after another, states are restored, rows are computed, states are
-saved. A copy is ordered before every reader and writer of its blocks in the same or a later plan.
-A transfer runs beside the steps: until it is reported, its two blocks belong to it.
+appended to tables, a connector saves and loads, copies run one after another, states are restored,
+rows are computed, states are saved. A copy is ordered before every reader and writer of its blocks in
+the same or a later plan. A transfer runs beside the steps: until it is reported, its destination belongs
+to it and its source is only read.
 """
 
 from __future__ import annotations
@@ -88,6 +89,19 @@ class SlotInit:
 
 
 @dataclass(frozen=True, slots=True)
+class ExternalWork:
+    """What a KV connector's worker side is told. It comes before the plan's copies; blocks that are loaded belong to
+    it until they are reported as a transfer is: finished, or finished and failed."""
+
+    meta: Any = None
+    """From its scheduler side; nobody else looks into it."""
+    loads: tuple[tuple[int, int], ...] = ()
+    """(copy id, request id): the request's blocks begin to come. Ids are negative, those of copies aren't."""
+    kept: tuple[tuple[int, int], ...] = ()
+    """(copy id, request id): the request has ended; its blocks stay as they are until this is reported."""
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """One data-parallel rank's share of a step. Rows with host ids come before generation rows."""
 
@@ -119,6 +133,8 @@ class Section:
     """[n, 3] of (group, block, slot): the slot's recurrent state becomes the snapshot. Other slots begin with zeros."""
     saves: Ints = field(default_factory=_empty_triples)
     """[n, 3] of (group, slot, block): the slot's recurrent state after this plan's rows becomes a snapshot."""
+    external: ExternalWork | None = None
+    """None without a connector, or without anything to tell it."""
 
     @property
     def num_rows(self) -> int:
@@ -186,9 +202,9 @@ class StepResult:
     step: int
     sections: tuple[SectionResult, ...]
     finished_copies: Ints = field(default_factory=_empty)
-    """Copies and transfers."""
+    """Copies, transfers, and what a connector loads or keeps."""
     failed_copies: Ints = field(default_factory=_empty)
-    """Transfers whose destination holds nothing."""
+    """Transfers and loads whose destination holds nothing."""
     finished_commands: dict[int, Any] = field(default_factory=dict[int, Any])
     forward_s: float = 0.0
     sample_s: float = 0.0

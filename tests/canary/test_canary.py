@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace.runtime.core import Core
-from headrace.seam import DEVICE, DISK, HOST, Ints, Section, int_rows
+from headrace.seam import DEVICE, DISK, HOST, Ints, int_rows
 from tests.canary.model import NUM_SEATS, VOCAB, build
 from tests.canary.traffic import Case, Traffic, make_cases
 from tests.sim.world import replace_request
@@ -106,18 +106,18 @@ def delay_copies(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
 def free_early(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then a request gets a block that another one still writes and reads."""
     section = core.scheduler.sections[0]
-    put_into, calls = section.changes.put_into, itertools.count()
+    take_blocks, calls = section.changes.take_blocks, itertools.count()
 
-    def faulty(built: Section) -> Section:
-        told = put_into(built)
+    def faulty() -> tuple[Ints, ...]:
+        told = take_blocks()
         tables = [section.kv.table(owner) for owner in section.kv.tables]
         taken = [table[-1] for table in tables if table and section.kv.pools[0].node[table[-1]] < 0]
-        for triple in told.blocks[0]:
+        for triple in told[0]:
             if triple[2] and taken and next(calls) % 10 == 9:
                 triple[2] = taken[0]
         return told
 
-    monkeypatch.setattr(section.changes, "put_into", faulty)
+    monkeypatch.setattr(section.changes, "take_blocks", faulty)
 
 
 @pytest.mark.parametrize(

@@ -120,14 +120,15 @@ def test_catches_a_dropped_salt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_catches_a_block_freed_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     world = world_of(tmp_path, 0)
     cache = world.caches[0]
-    extend, calls = cache.extend, itertools.count()
+    extend_each, calls = cache.extend_each, itertools.count()
 
-    def faulty(owner: int, num_tokens: int, **rest: int) -> bool:
-        if next(calls) % 20 == 19 and cache.table(owner):
-            cache.pools[0].unlease(cache.table(owner)[0])
-        return extend(owner, num_tokens, **rest)
+    def faulty(wants: list[tuple[int, int, int]]) -> set[int]:
+        for owner, _, _ in wants:
+            if next(calls) % 20 == 19 and cache.table(owner):
+                cache.pools[0].unlease(cache.table(owner)[0])
+        return extend_each(wants)
 
-    monkeypatch.setattr(cache, "extend", faulty)
+    monkeypatch.setattr(cache, "extend_each", faulty)
     with pytest.raises(AssertionError):
         run_rich(world, num_steps=200)
 

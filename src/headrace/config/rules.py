@@ -174,12 +174,27 @@ def _speculation(args: LlmArgs) -> Iterator[Problem]:
         yield Problem("speculative_config.global_pool_size", message)
 
 
+def _connector_needs(args: LlmArgs) -> Iterator[Problem]:
+    cache = args.kv_cache_config
+    needs = {
+        "tensor_parallel_size 1": args.tensor_parallel_size == 1,
+        "kv_cache_config.enable_block_reuse true": cache.enable_block_reuse,
+        "kv_cache_config.block_reuse_config.policy all_reusable": cache.block_reuse_config.policy == "all_reusable",
+        "kv_cache_config.host_cache_size 0": not cache.host_cache_size,
+        "kv_cache_config.disk_cache_size 0": not cache.disk_cache_size,
+    }
+    for need, holds in needs.items():
+        if not holds:
+            yield Problem("kv_connector_config", f"needs {need}")
+
+
 def _transfer(args: LlmArgs) -> Iterator[Problem]:
     if args.kv_connector_config is not None:
         if args.max_beam_width > 1:
             yield Problem("kv_connector_config", "needs max_beam_width 1")
         if args.pipeline_parallel_size > 1 or _context_ranks(args) > 1:
             yield Problem("kv_connector_config", "needs pipeline_parallel_size 1 and context_parallel_size 1")
+        yield from _connector_needs(args)
     if args.kv_cache_config.kv_events_config is not None and (
         args.pipeline_parallel_size > 1 or _context_ranks(args) > 1
     ):

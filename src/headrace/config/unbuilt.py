@@ -37,7 +37,9 @@ BUILT: frozenset[str] = frozenset({
     "max_stats_len", "enable_iter_perf_stats", "print_iter_log", "return_perf_metrics",
     "garbage_collection_gen0_threshold", "env_overrides", "telemetry_config", "backend", "max_queued_requests",
     "max_queued_tokens", "request_timeout_s", "shutdown_timeout_s", "engine_threads",
-    "force_dynamic_quantization", "cuda_graph_config",
+    "force_dynamic_quantization", "cuda_graph_config", "kv_connector_config.connector_module",
+    "kv_connector_config.connector_scheduler_class", "kv_connector_config.connector_worker_class",
+    "kv_connector_config.server_url",
 })  # fmt: skip
 """Keys whose every value works."""
 
@@ -56,6 +58,10 @@ BUILT_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_config.kv_cache_event_hash_algo": (
         ("auto", "v2_sha256", "v2_sha256_64"),
         "the reference's older hash of events",
+    ),
+    "kv_connector_config.connector": (
+        (None,),
+        "presets of connectors; name a module and its two classes instead",
     ),
     "cache_transceiver_config.backend": ((None,), "KV transfer between servers"),
 }
@@ -99,7 +105,6 @@ UNBUILT: dict[str, str] = {
     "kv_cache_compression_config": "KV cache compression",
     "enable_return_routed_experts": "returning routed experts",
     "reasoning_parser": "reasoning parsers",
-    "kv_connector_config": "KV connectors",
     "cache_transceiver_config": "KV transfer between servers",
     "enable_lora": "LoRA adapters",
     "lora_config": "LoRA adapters",

@@ -47,6 +47,8 @@ from headrace.seam import (
     StepResult,
     ints,
 )
+from headrace.transfer._loading import load_worker
+from headrace.transfer.port import ConnectorSetup, WorkerConnector
 
 log = logging.getLogger("headrace.engine")
 
@@ -132,6 +134,7 @@ class Rank:
             device=self.device,
             fingerprint=self.facts.fingerprint,
             rank=self.parallel.rank,
+            connector=self._connector(),
         )
         self._closing.callback(self.memory.close)
         self.runner = Runner(
@@ -153,6 +156,12 @@ class Rank:
             max_len=max_blocks * self.block_size,
             capture_sizes=self._capture_sizes(),
         )
+
+    def _connector(self) -> WorkerConnector | None:
+        config = self.args.kv_connector_config
+        if config is None:
+            return None
+        return load_worker(ConnectorSetup(config, self.groups, self.block_size, self.parallel.rank))
 
     def _capture_sizes(self) -> list[int]:
         graphs = self.args.cuda_graph_config

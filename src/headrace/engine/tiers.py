@@ -9,19 +9,22 @@ import torch
 from headrace.attention.port import AttentionBackend
 from headrace.engine.copies import make_mover
 from headrace.engine.disk import DiskTier, open_disk
+from headrace.engine.external import DeviceBlocks
 from headrace.engine.host_tier import HostTier
 from headrace.engine.pools import KvPools
 from headrace.engine.states import States
 from headrace.engine.workers import Workers
 from headrace.layers.port import StateSpec
 from headrace.seam import DEVICE, HOST, GroupSpec, Ints, PoolSizes, Section, ints
+from headrace.transfer._guard import WorkerGuard
+from headrace.transfer.port import WorkerConnector
 
 NUM_IO_THREADS = 4
 
 
 class Memory:
-    """Device pools, live states, host and disk tiers. `begin_step`, rows, `end_step`; `reports` whenever a result is
-    built. Tiers that the sizes don't have hold nothing."""
+    """Device pools, live states, host and disk tiers, a connector. `begin_step`, rows, `end_step`; `reports` whenever
+    a result is built. Tiers that the sizes don't have hold nothing."""
 
     def __init__(
         self,
@@ -34,14 +37,17 @@ class Memory:
         device: torch.device,
         fingerprint: str = "",
         rank: int = 0,
+        connector: WorkerConnector | None = None,
     ) -> None:
         """
         Args:
             states: of the recurrent layers, by layer.
             fingerprint, rank: what the disk tier's files are named by.
+            connector: to an external store.
 
         Raises:
             MemoryError: a tier doesn't fit.
+            ValueError: the connector refuses the pools.
         """
         self.pools = KvPools(groups, sizes.num_blocks, block_size=block_size, backend=backend, device=device)
         self.states = States(groups, states, num_slots=sizes.num_slots, device=device)
@@ -58,10 +64,13 @@ class Memory:
             )
         self._mover = make_mover(self.pools.arenas, self.host, device)
         self._io = Workers(NUM_IO_THREADS, name="headrace-kv-disk")
+        self._external = WorkerGuard(connector)
+        self._external.register(DeviceBlocks(self.pools.arenas))
 
     def begin_step(self, section: Section) -> None:
-        """What comes before the rows: states of new slots, copies, restored states; and transfers begin."""
+        """What comes before the rows: new states, a connector's work, copies, restored states; and transfers begin."""
         self.states.begin([init.slot for init in section.inits])
+        self._external.begin_step(section.external)
         if len(section.copies):
             self._mover.copy(section.copies)
         if len(section.restores):
@@ -75,12 +84,13 @@ class Memory:
             self.states.save(section.saves, self.pools.arenas)
 
     def reports(self) -> tuple[Ints, Ints]:
-        """Ids of copies and transfers that ended since the last call, and of those among them that failed."""
-        done = self._mover.take_done() + self._io.take_done()
+        """Ids of what ended since the last call, copies, transfers or a connector's work; and those that failed."""
+        done = self._mover.take_done() + self._io.take_done() + self._external.take_done()
         return ints([copy_id for copy_id, _ in done]), ints([copy_id for copy_id, worked in done if not worked])
 
     def close(self) -> None:
         """Ends threads and gives files and pinned memory back; what is on its way is let arrive or dropped."""
+        self._external.close()
         self._mover.close()
         if self._io.close():
             self.disk.close()  # otherwise the system closes them, when a job that hangs has ended

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 from headrace.kvcache.naming import Naming
 from headrace.kvcache.promises import Promises
 from headrace.kvcache.radix import NONE, Tokens
@@ -50,23 +53,34 @@ class Growth:
             if spec.window is not None and not spec.is_recurrent
         ]
 
-    def extend(self, owner: int, num_tokens: int, headroom: int) -> bool:
-        table = self._tables[owner]
-        if num_tokens <= table.capacity:
-            return True
-        promises = self._promises
-        count = -(-num_tokens // self._size) - table.num_blocks
-        num_generated = min(count, table.num_blocks + count - -(-table.claim.prompt_len // self._size))
-        for group in promises.attention:
-            if promises.room(table, group) - headroom < count:
-                return False
-        for group in promises.attention:
-            table.parts[group].blocks += self._tiers.take(group, count)
-            promises.hold(table, group, count)
-            self._store.by_group[group].gen_allocated_blocks += max(num_generated, 0)
-        table.num_blocks += count
-        table.capacity += count * self._size
-        return True
+    def extend_each(self, wants: Iterable[tuple[int, int, int]]) -> set[int]:
+        promises, attention, size = self._promises, self._promises.attention, self._size
+        refused: set[int] = set()
+        granted: list[tuple[Table, int]] = []
+        total = num_generated = 0
+        for owner, num_tokens, headroom in wants:
+            table = self._tables[owner]
+            num_blocks = -(-num_tokens // size)
+            count = num_blocks - table.num_blocks
+            if count <= 0:
+                continue
+            rooms = [promises.room(table, group) for group in attention]
+            if rooms and count > min(rooms) - headroom - total:
+                refused.add(owner)
+                continue
+            for group in attention:
+                promises.hold(table, group, count)
+            table.num_blocks = num_blocks
+            table.capacity = num_blocks * size
+            granted.append((table, count))
+            total += count
+            num_generated += max(0, min(count, num_blocks - -(-table.claim.prompt_len // size)))
+        for group in attention if granted else ():
+            blocks = iter(self._tiers.take(group, total))
+            for table, count in granted:
+                table.parts[group].blocks += islice(blocks, count)
+            self._store.by_group[group].gen_allocated_blocks += num_generated
+        return refused
 
     def take_new_blocks(self, owner: int) -> Blocks:
         table = self._tables[owner]

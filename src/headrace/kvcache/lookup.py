@@ -161,6 +161,7 @@ class Lookup:
         key = index.edge(tokens, at, claim.media)
         if index.was_evicted(claim.space, node, key):
             return EVICTED
-        if not at and any(index.has_child(root, key) for root in islice(index.spaces, MAX_SPACES)):
-            return SALT
+        for root in islice(index.spaces if not at else (), MAX_SPACES):
+            if index.has_child(root, key):
+                return SALT
         return NO_PREFIX

@@ -21,13 +21,14 @@ from headrace.kvcache.pins import Pinned, Pins
 from headrace.kvcache.promises import Promises
 from headrace.kvcache.radix import NONE, Namespace, Tokens
 from headrace.kvcache.reuse import NOTHING
+from headrace.kvcache.saving import NoSaving, Saving
 from headrace.kvcache.settings import CacheSettings, check_sizes
 from headrace.kvcache.snapshots import Snapshots
 from headrace.kvcache.stats import CacheStats
 from headrace.kvcache.store import Store
 from headrace.kvcache.table import NEVER, Table
 from headrace.kvcache.tiers import Tiers
-from headrace.kvcache.turns import AllReusable, PerConversation, PerRequest
+from headrace.kvcache.turns import policy_of
 from headrace.seam import DISK, HOST, GroupSpec, Ints, PoolSizes
 from headrace.types import MediaSpan, Request, Retention
 
@@ -57,17 +58,16 @@ class KvCache:
         self.index = self.store.index
         self.tables: dict[int, Table] = {}
         self.tiers = Tiers(self.store, sizes, settings, section, num_sections)
+        self.saving = NoSaving()
+        if settings.reuse and self.tiers.has_disk:
+            self.saving = Saving(self.store, self.tiers, min_priority=settings.offload_min_priority)
         self.promises = Promises(self.store)
         self.lookup = Lookup(self.store)
         self.snapshots = Snapshots(self.store, self.tiers)
         self.pins = Pins(self.store, settings.max_pinned_share)
         self._admission = Admission(self.store, self.tiers, self.lookup, self.snapshots, self.promises)
         naming = Naming(self.store)
-        self._policy = AllReusable()
-        if settings.reuse_policy == "per_request":
-            self._policy = PerRequest(self.store)
-        elif settings.reuse_policy == "per_conversation":
-            self._policy = PerConversation(self.store, settings.max_num_turns)
+        self._policy = policy_of(settings, self.store)
         self._growth = Growth(
             self.store, self.tables, tiers=self.tiers, promises=self.promises, naming=naming,
             snapshots=self.snapshots, policy=self._policy,
@@ -227,16 +227,14 @@ class KvCache:
         """Tokens that fit into the owner's blocks: up to there `extend` has nothing to do."""
         return self.tables[owner].capacity
 
-    def missing_blocks(self, owner: int, num_tokens: int) -> int:
-        """Blocks of each attention group still to be allocated until `num_tokens` tokens fit."""
-        return max(0, self.blocks_needed(num_tokens) - self.tables[owner].num_blocks)
-
     def extend(self, owner: int, num_tokens: int, *, headroom: int = 0) -> bool:
-        """Grows every table of the owner to hold `num_tokens`, evicting cached blocks as needed.
+        """Grows every table of the owner to hold `num_tokens`, evicting cached blocks as needed, and returns True, or
+        changes nothing, when some group can't and leave `headroom` blocks."""
+        return not self.extend_each(((owner, num_tokens, headroom),))
 
-        All or nothing: False when some group can't and leave `headroom` blocks, and then nothing has changed.
-        """
-        return self._growth.extend(owner, num_tokens, headroom)
+    def extend_each(self, wants: Iterable[tuple[int, int, int]]) -> set[int]:
+        """`extend` of each (owner, number of tokens, headroom) in turn; returns the owners for which it is False."""
+        return self._growth.extend_each(wants)
 
     def take_new_blocks(self, owner: int) -> Blocks:
         """Per group (index in the table, block) of all changes since the last call, reused and shared ones included.
@@ -364,6 +362,7 @@ class KvCache:
 
     def take_transfers(self) -> Ints:
         self.tiers.look_ahead([self.promises.spare(group) for group in range(len(self.groups))])
+        self.saving.step(is_idle=not self.tables)
         return self.tiers.take_transfers()
 
     def take_restores(self) -> Ints:
@@ -384,7 +383,8 @@ class KvCache:
 
     @property
     def copies_in_flight(self) -> bool:
-        return self.tiers.is_busy
+        """Copies and transfers, those included that would begin now that nobody runs."""
+        return self.tiers.is_busy or (not self.tables and self.saving.has_more)
 
     def take_events(self) -> list[dict[str, Any]]:
         return self.store.events.take()

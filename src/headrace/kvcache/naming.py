@@ -22,18 +22,15 @@ class Naming:
         path: list[int] = []
         for at in range(first, last):
             node = index.descend(node, index.edge(tokens, at, claim.media))
-            index.uses[node] += 1  # until the path is pinned: a node of recurrent groups names nothing yet
             path.append(node)
+        index.pin(node)  # before all else: of recurrent groups alone it names nothing yet
+        index.unpin(table.cursor)
         for group in self._attention:
             blocks = table.parts[group].blocks[first:last]
             self._index_blocks(group, path, blocks)
             self._store.news.named(group, path, claim=claim, first=first)
             if claim.retention is not None:
                 self._store.keeping.retain_all(group, path, claim, first)
-        index.pin(node)
-        for each in path:
-            index.uses[each] -= 1
-        index.unpin(table.cursor)
         table.cursor = node
         table.num_indexed = last
         table.index_at = (last + 1) * self._size

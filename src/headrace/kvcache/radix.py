@@ -306,33 +306,30 @@ class RadixIndex:
         return node
 
     def _prune(self, node: int) -> None:
-        while not self.uses[node]:
-            parent = self.parent[node]
-            if parent == NONE:
-                del self.roots[self.spaces.pop(node)]
-            elif self.child[parent] == MANY:
-                fork = self.forks[parent]
-                key = self.key[node]
-                del fork[key]
-                if len(fork) == 1:
-                    (self.child[parent],) = fork.values()
-                    del self.forks[parent], self._heads[parent]
-                else:
-                    self._unhead(parent, key[:4], node)
-            else:
-                self.child[parent] = NONE
-            if parent != NONE:
-                self._ghosts.add(parent, self.key[node])
-            self.key[node] = b""
-            self.uses[node] = DEAD
+        uses, keys, child = self.uses, self.key, self.child
+        while not uses[node]:
+            parent, key = self.parent[node], keys[node]
+            keys[node] = b""
+            uses[node] = DEAD
             self.spare.append(node)
             if parent == NONE:
+                del self.roots[self.spaces.pop(node)]
                 return
-            self.uses[parent] -= 1
+            if child[parent] == MANY:
+                self._leave_fork(parent, key, node)
+            else:
+                child[parent] = NONE
+            self._ghosts.add(parent, key)
+            uses[parent] -= 1
             node = parent
 
-    def _unhead(self, parent: int, head: bytes, node: int) -> None:
-        heads = self._heads[parent]
+    def _leave_fork(self, parent: int, key: bytes, node: int) -> None:
+        fork, heads, head = self.forks[parent], self._heads[parent], key[:4]
+        del fork[key]
+        if len(fork) == 1:
+            (self.child[parent],) = fork.values()
+            del self.forks[parent], self._heads[parent]
+            return
         same = heads[head]
         if len(same) == 1:
             del heads[head]

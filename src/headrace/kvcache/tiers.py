@@ -61,7 +61,7 @@ class Tiers:
         """By (group, disk block)."""
         self._next_id = section
         self._stride = stride
-        if self._has_disk:
+        if self.has_disk:
             name = f"{settings.fingerprint}/{section}" if stride > 1 else settings.fingerprint
             self._disk = DiskIndex(
                 sizes.disk_folder, name, store.groups, settings.tokens_per_block, num_blocks=sizes.disk_blocks
@@ -75,12 +75,21 @@ class Tiers:
         return self._store.num_tiers > HOST
 
     @property
-    def _has_disk(self) -> bool:
+    def is_busy(self) -> bool:
+        return bool(self._moves)
+
+    @property
+    def has_disk(self) -> bool:
         return self._store.num_tiers > DISK
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self._moves)
+    def num_under_way(self) -> int:
+        """Transfers."""
+        return sum(self._under_way)
+
+    def is_under_way(self, target: int, node: int) -> bool:
+        """A transfer brings the node's block to this pool."""
+        return (target, node) in self._ids
 
     # ---- device blocks -----------------------------------------------------------------------
 
@@ -149,7 +158,7 @@ class Tiers:
             return
         for group, count in enumerate(spare):
             self._spill(group, count)
-        if self._has_disk:
+        if self.has_disk:
             for host in range(self._num_groups, 2 * self._num_groups):
                 self._spill(host, AHEAD)
 
@@ -175,6 +184,12 @@ class Tiers:
             count -= 1
             if not count:
                 return
+
+    def send_down(self, source: int, block: int, node: int) -> None:
+        """Begins a transfer of a named block to the pool below, which has a free block."""
+        target = source + self._num_groups
+        (room,) = self._store.pools[target].take(1)
+        self._transfer(source, block, target, room, node)
 
     def _holds_copies(self, source: int, target: int) -> bool:
         """Whether room in the target would come from a block that was itself copied ahead: nothing would be gained."""
@@ -300,7 +315,7 @@ class Tiers:
             store.unlease(move.target, move.target_block)
 
     def close(self) -> None:
-        if self._has_disk:
+        if self.has_disk:
             self._disk.close()
 
     # ---- room --------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict, deque
 
 from headrace.kvcache.radix import NONE, Namespace
+from headrace.kvcache.settings import CacheSettings
 from headrace.kvcache.store import Store
 from headrace.types import Request
 
@@ -25,9 +27,11 @@ class PerRequest(AllReusable):
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._life = secrets.token_hex(8)
+        """Request ids begin again in the next process, which may find this one's blocks on disk."""
 
     def scope_of(self, request: Request) -> str:
-        return f"request {request.id}"
+        return f"request {self._life} {request.id}"
 
     def ended(self, space: Namespace, node: int) -> None:
         root = self._store.index.roots.get(space, NONE)
@@ -85,3 +89,11 @@ class PerConversation(PerRequest):
                     store.unname(pool, each)
         store.let_go(end)
         index.unpin(node)
+
+
+def policy_of(settings: CacheSettings, store: Store) -> AllReusable:
+    if settings.reuse_policy == "per_request":
+        return PerRequest(store)
+    if settings.reuse_policy == "per_conversation":
+        return PerConversation(store, settings.max_num_turns)
+    return AllReusable()

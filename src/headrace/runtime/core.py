@@ -19,8 +19,11 @@ from headrace.runtime.loop import Link, Loop
 from headrace.runtime.reuse import reuse_of
 from headrace.runtime.settle import Settled, settle
 from headrace.runtime.stats import IterationStats
+from headrace.scheduler.external import Connect, External, no_external
 from headrace.scheduler.scheduler import Scheduler
 from headrace.seam import EngineFacts, EnginePort
+from headrace.transfer._loading import load_scheduler
+from headrace.transfer.port import ConnectorSetup
 
 log = logging.getLogger("headrace.runtime")
 
@@ -54,6 +57,7 @@ class Core:
         self.engine.close()
         for section in self.scheduler.sections:
             section.kv.close()
+            section.external.close()
 
 
 def open_core(args: LlmArgs, engine: EnginePort) -> Core:
@@ -61,6 +65,7 @@ def open_core(args: LlmArgs, engine: EnginePort) -> Core:
     try:
         facts = engine.open()
         settled = settle(args, facts)
+        connect = _connector(args, facts, settled)
         with phase("allocating the KV cache"):
             engine.allocate(settled.sizes)
     except BaseException:
@@ -78,7 +83,19 @@ def open_core(args: LlmArgs, engine: EnginePort) -> Core:
         for section in range(facts.num_sections)
     ]
     log.info("%s", reuse_of(caches[0].settings, facts.groups).text)
-    return Core(engine, facts, settled, Scheduler(settled.scheduler, caches))
+    return Core(engine, facts, settled, Scheduler(settled.scheduler, caches, connect=connect))
+
+
+def _connector(args: LlmArgs, facts: EngineFacts, settled: Settled) -> Connect:
+    """Raises ValueError: there is no such connector, or the model can't use one."""
+    config = args.kv_connector_config
+    if config is None:
+        return no_external
+    if any(group.is_recurrent for group in facts.groups):
+        raise ValueError("kv_connector_config: stores hold no recurrent states, which this model has; leave it out")
+    setup, count = ConnectorSetup(config, facts.groups, settled.scheduler.tokens_per_block), facts.num_sections
+    ports = [load_scheduler(setup) for _ in range(count)]
+    return lambda kv, section: External(kv, ports[section], section=section, num_sections=count)
 
 
 def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: float) -> wire.ModelInfo:

@@ -14,6 +14,7 @@ from headrace.seam import EnginePort
 IDLE_WAIT_S = 0.5
 """Longest sleep with nothing to do; an arriving message ends it."""
 HELD_WAIT_S = 0.001
+REST_S = 2.0
 """Sleep when requests wait for something else than a step (a grammar, a fuller batch)."""
 
 
@@ -57,6 +58,13 @@ class Loop:
         """Until a Shutdown message; raises what the engine raises."""
         while not self._stopping:
             self._drain()
+            self.step()
+        self._come_to_rest()
+
+    def _come_to_rest(self) -> None:
+        """Copies under way end, and what is worth keeping goes to disk, if that is soon done."""
+        deadline_s = time.monotonic() + REST_S
+        while self.scheduler.has_only_copies and time.monotonic() < deadline_s:
             self.step()
 
     def step(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.kernels.row_argmax import row_argmax
 from headrace.sampling.draw import MAX_NARROW, draw_any, draw_sorted, draw_top_k, draw_top_p
 from headrace.sampling.filters import filtered
 from headrace.sampling.history import LateTokens
@@ -291,10 +292,10 @@ class Sampler:
 
     def _tokens(self, step: _Step, logits: Tensor, purpose: Purpose) -> Tensor:
         if not step.any_features & RANDOM:
-            return logits.argmax(1)
+            return row_argmax(logits)
         noise = uniform(step.params.seed, step.lengths, purpose)
         is_random = step.features & RANDOM != 0
-        tokens = noise.new_empty(len(noise), dtype=torch.int64) if is_random.all() else logits.argmax(1)
+        tokens = noise.new_empty(len(noise), dtype=torch.int64) if is_random.all() else row_argmax(logits)
         top_k = self.state.top_k[step.slots]
         for mask, draw in _draws(step, is_random, top_k):
             if not mask.any():

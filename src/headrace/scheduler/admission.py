@@ -42,13 +42,15 @@ class Admission:
         passed: list[Waiting] = []
         fetching: list[Waiting] = []
         for waiting in self.queue:
-            if self._outgrown(waiting):
+            limits = [section.limit_of(waiting.request) for section in self.sections]
+            if len(waiting.tokens) >= max(limits):
+                # Pins have come since it was accepted, and beside them it has no room for one more token.
                 self.outgrown.append(waiting)
                 continue
             key = self._first_block(waiting.claim, waiting.tokens)
             if key is not None and key in first_blocks and self._will_hit(waiting):
                 continue
-            index = self._place(waiting, open_sections, left)
+            index = self._place(waiting, limits, open_sections, left)
             if index is None:
                 passed.append(waiting)
                 if self.settings.chunked_prefill or waiting.skipped >= self.settings.max_skips:
@@ -57,7 +59,7 @@ class Admission:
             if self.sections[index].fetch(waiting):
                 fetching.append(waiting)
                 continue
-            active = self.sections[index].admit(waiting, now_s)
+            active = self.sections[index].admit(waiting, limits[index], now_s)
             admitted.append((active, self.sections[index]))
             left[index] -= self.sections[index].share_of(active.context_left)
             taken.append(waiting)
@@ -71,10 +73,6 @@ class Admission:
             self.queue.set_aside(waiting, "transfer", float("inf"))  # the cache ends the wait
         return admitted
 
-    def _outgrown(self, waiting: Waiting) -> bool:
-        """Pins have come since it was accepted, and beside them it has no room for one more token."""
-        return all(len(waiting.tokens) >= section.limit_of(waiting.request) for section in self.sections)
-
     def prefetch(self) -> None:
         """Blocks on disk of those next in the queue are brought while they wait."""
         section = min(self.sections, key=lambda each: each.num_active)
@@ -83,11 +81,11 @@ class Admission:
             if section.fetch(waiting):
                 self.queue.set_aside(waiting, "transfer", float("inf"))
 
-    def _place(self, waiting: Waiting, open_sections: list[int], left: list[int]) -> int | None:
+    def _place(self, waiting: Waiting, limits: list[int], open_sections: list[int], left: list[int]) -> int | None:
         """The section with most budget left that can take the request now."""
         need = 1 if self.settings.chunked_prefill else len(waiting.tokens)
         for index in sorted(open_sections, key=lambda at: (self.sections[at].num_active, -left[at])):
-            if left[index] >= need and self.sections[index].can_admit(waiting):
+            if left[index] >= need and self.sections[index].can_admit(waiting, limits[index]):
                 return index
         return None
 

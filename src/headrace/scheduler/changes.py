@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 from headrace.kvcache.manager import KvCache
-from headrace.seam import Ints, Section, SlotInit, int_rows, ints
+from headrace.scheduler.external import NoExternal
+from headrace.seam import Ints, SlotInit, ints
 
 
 class Changes:
     """Collects changes between two plans."""
 
-    def __init__(self, kv: KvCache) -> None:
-        self._kv = kv
+    def __init__(self, kv: KvCache, external: NoExternal) -> None:
+        self.kv = kv
+        self.external = external
         self._freed: list[int] = []
         self._inits: list[SlotInit] = []
         self._changed: dict[int, int] = {}
@@ -32,26 +33,20 @@ class Changes:
         """The owner's table is gone before the engine heard of its blocks."""
         self._changed.pop(owner, None)
 
-    def put_into(self, section: Section) -> Section:
-        """The section with everything collected, which is then forgotten."""
-        kv = self._kv
-        told = dataclasses.replace(
-            section,
-            blocks=self._new_blocks(),
-            freed_slots=ints(self._freed),
-            inits=tuple(self._inits),
-            copies=kv.take_copies(),
-            transfers=kv.take_transfers(),
-            restores=kv.take_restores(),
-            saves=kv.take_saves(),
-        )
-        self._freed, self._inits, self._changed = [], [], {}
-        return told
+    def take_freed(self) -> Ints:
+        freed, self._freed = self._freed, []
+        return ints(freed)
 
-    def _new_blocks(self) -> tuple[Ints, ...]:
-        """(slot, index, block) by group."""
-        triples: list[list[tuple[int, int, int]]] = [[] for _ in self._kv.groups]
+    def take_inits(self) -> tuple[SlotInit, ...]:
+        inits, self._inits = self._inits, []
+        return tuple(inits)
+
+    def take_blocks(self) -> tuple[Ints, ...]:
+        """[n, 3] of (slot, index, block) by group."""
+        flat: list[list[int]] = [[] for _ in self.kv.groups]
         for owner, slot in self._changed.items():
-            for group, blocks in enumerate(self._kv.take_new_blocks(owner)):
-                triples[group].extend((slot, index, block) for index, block in blocks)
-        return tuple(int_rows(group, 3) for group in triples)
+            for triples, blocks in zip(flat, self.kv.take_new_blocks(owner)):
+                for index, block in blocks:
+                    triples += slot, index, block
+        self._changed = {}
+        return tuple([ints(triples).reshape(-1, 3) for triples in flat])  # pyright: ignore[reportUnknownMemberType]

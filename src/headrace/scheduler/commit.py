@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +60,8 @@ class Commit:
         self.result = result
         self.now_s = time.monotonic()
         self.out = Committed()
-        self._offsets: Ints = np.concatenate([[0], np.cumsum(result.num_accepted)]).astype(np.int32)
+        self._offsets: Ints = np.zeros(len(result.num_accepted) + 1, np.int32)
+        np.cumsum(result.num_accepted, out=self._offsets[1:])
 
     def run(self) -> Committed:
         row = 0
@@ -126,17 +126,12 @@ class Commit:
             plain = ~rich
             one = generation[plain]
             chosen = self.result.tokens[self._offsets[first:-1][plain]]
-            append = slots.append
-            pairs: Iterable[tuple[int, int]] = zip(one.tolist(), chosen.tolist(), strict=True)
-            for slot, token in pairs:
-                append[slot](token)
-            slots.length[one] += 1
+            self._settle(slots.append(one, chosen))
             self.out.num_generated += len(one)
             self.out.plain_ids.append(slots.request_id[one])
             self.out.plain_tokens.append(chosen)
-            self._index_full(one)
         assert len(tokens) == int(accepted.sum())
-        for at in np.flatnonzero(rich).tolist():
+        for at in rich.nonzero()[0].tolist():
             self._commit_rich(first + at, int(generation[at]))
 
     def _rich_rows(self, first: int, accepted: Ints) -> NDArray[np.bool_]:
@@ -148,9 +143,10 @@ class Commit:
         starts = np.minimum(self._offsets[first:-1], max(len(self.result.tokens) - 1, 0))
         if len(self.result.tokens):
             tokens = self.result.tokens[starts]
-            rich = rich | (tokens[:, None] == slots.stop_ids[generation]).any(axis=1)
-        rich = rich | (slots.length[generation] + 1 >= slots.max_len[generation])
-        rich = rich | ~slots.generating[generation]
+            for stop_ids in slots.stop_ids:
+                rich |= tokens == stop_ids[generation]
+        goes_on = slots.generating & (slots.length + 1 < slots.max_len)
+        rich |= ~goes_on[generation]
         for row in (*self.result.logprobs, *self.result.errors, *self.result.logits):
             if row >= first:
                 rich[row - first] = True
@@ -175,6 +171,7 @@ class Commit:
     ) -> None:
         """Accepted tokens, up to the one that ends the request; a preempting request keeps them too."""
         slots, slot = self.section.slots, active.slot
+        slots.settle(active)
         min_len = int(slots.min_len[slot])
         finish: FinishReason | None = None
         kept = 0
@@ -192,32 +189,20 @@ class Commit:
         active.times = stamp(active.times, first_token_s=self.now_s) if first else active.times
         self._index(active, len(active.tokens) - 1)
         logprobs = to_logprobs(self.result.logprobs[row])[:kept] if row in self.result.logprobs else []
-        delta = Delta(
-            id=active.request.id,
-            tokens=tokens[:kept],
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            cached_tokens=active.cached_tokens,
-            logits=self.result.logits.get(row),
-        )
-        self._emit(active, delta, finish, stop_token=tokens[kept - 1] if finish == "stop" else None)
-
-    def _emit(self, active: Active, delta: Delta, finish: FinishReason | None, *, stop_token: int | None) -> None:
-        if finish is not None:
-            note = self._close(active, finish)
-            delta = Delta(
-                id=delta.id,
-                tokens=delta.tokens,
-                logprobs=delta.logprobs,
-                prompt_logprobs=delta.prompt_logprobs,
-                cached_tokens=delta.cached_tokens,
-                logits=delta.logits,
+        self.out.deltas.append(
+            Delta(
+                id=active.request.id,
+                tokens=tokens[:kept],
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                cached_tokens=active.cached_tokens,
+                logits=self.result.logits.get(row),
                 finish=finish,
-                stop_token=stop_token,
-                error=note,
-                times=closed(active.times, self.now_s),
+                stop_token=tokens[kept - 1] if finish == "stop" else None,
+                error=self._close(active, finish) if finish else "",
+                times=closed(active.times, self.now_s) if finish else None,
             )
-        self.out.deltas.append(delta)
+        )
 
     def _close(self, active: Active, finish: FinishReason) -> str:
         """-> what the request should be told besides: why its prompt isn't pinned."""
@@ -275,14 +260,16 @@ class Commit:
         """Blocks that are full of computed tokens become findable, those out of the window leave."""
         section, slot = self.section, active.slot
         if num_computed >= section.slots.commit_at[slot]:
+            section.external.computed(active, num_computed)
             section.slots.commit_at[slot] = section.kv.commit(active.request.id, active.tokens, num_computed)
             if section.kv.has_left(active.request.id):
                 section.changes.changed(active.request.id, slot)
 
-    def _index_full(self, generation: NDArray[np.int64]) -> None:
+    def _settle(self, due: NDArray[np.int64]) -> None:
         slots = self.section.slots
-        filled: list[int] = generation[slots.length[generation] > slots.commit_at[generation]].tolist()
+        filled: list[int] = due.tolist()
         for slot in filled:
             active = slots.by_slot[slot]
             assert active is not None
+            slots.settle(active)
             self._index(active, len(active.tokens) - 1)

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.scheduler.beam import BeamRows
+from headrace.scheduler.changes import Changes
 from headrace.scheduler.request import Active
-from headrace.seam import FROM_DEVICE, HOST_TOKEN, PROMPT_LOGPROBS, SAMPLE, Section, ints
+from headrace.seam import FROM_DEVICE, HOST_TOKEN, PROMPT_LOGPROBS, SAMPLE, Ints, Section, ints
 
 
 @dataclass(slots=True)
@@ -74,19 +75,30 @@ class RowArrays:
         self.flags.append(flags)
         self.ids.extend(tokens)
 
-    def section(self, generation: NDArray[np.int64], tokens_per_row: int) -> Section:
-        """The rows' part of a section; changes of slots and blocks are added by `Changes`."""
-        num = len(generation)
-        drafts = np.zeros(len(self.slot) + num, np.int32)
-        drafts[len(self.slot) :] = tokens_per_row - 1
+    def section(self, generation: NDArray[np.int64], tokens_per_row: int, changes: Changes) -> Section:
+        num_context = len(self.slot)
+        rows: Ints = np.empty((6, num_context + len(generation)), np.int32)
+        no_tree = no_drafts = [0] * num_context
+        rows[:, :num_context] = self.slot, self.count, self.start, no_drafts, no_tree, self.flags
+        rows[0, num_context:] = generation
+        rows[1:, num_context:] = [[tokens_per_row], [FROM_DEVICE], [tokens_per_row - 1], [0], [SAMPLE]]
+        slot, num_tokens, start, num_drafts, tree, flags = rows
         return Section(
-            slot=np.concatenate([ints(self.slot), generation.astype(np.int32)]),
-            num_tokens=np.concatenate([ints(self.count), np.full(num, tokens_per_row, np.int32)]),
-            start=np.concatenate([ints(self.start), np.full(num, FROM_DEVICE, np.int32)]),
-            num_drafts=drafts,
-            tree=np.zeros_like(drafts),
-            flags=np.concatenate([ints(self.flags), np.full(num, SAMPLE, np.int32)]),
-            num_context_rows=len(self.slot),
+            slot=slot,
+            num_tokens=num_tokens,
+            start=start,
+            num_drafts=num_drafts,
+            tree=tree,
+            flags=flags,
+            num_context_rows=num_context,
             ids=ints(self.ids),
             next_ids=ints(self.next_ids),
+            blocks=changes.take_blocks(),
+            freed_slots=changes.take_freed(),
+            inits=changes.take_inits(),
+            copies=changes.kv.take_copies(),
+            transfers=changes.kv.take_transfers(),
+            restores=changes.kv.take_restores(),
+            saves=changes.kv.take_saves(),
+            external=changes.external.take_work(),
         )

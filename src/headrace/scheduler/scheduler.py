@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from headrace.kvcache.manager import KvCache
 from headrace.scheduler.admission import Admission
 from headrace.scheduler.commit import Commit, Committed
+from headrace.scheduler.external import Connect, no_external
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.request import Active, Waiting, closed
 from headrace.scheduler.rows import Planned
@@ -73,9 +74,11 @@ class InFlight:
 class Scheduler:
     """Owns every accepted request until its terminal state, which it decides (first reason wins)."""
 
-    def __init__(self, settings: SchedulerSettings, caches: Sequence[KvCache]) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, caches: Sequence[KvCache], *, connect: Connect = no_external
+    ) -> None:
         self.settings = settings
-        self.sections = [SectionScheduler(settings, kv) for kv in caches]
+        self.sections = [SectionScheduler(settings, kv, connect(kv, at)) for at, kv in enumerate(caches)]
         self.queue = WaitingQueue(by_priority=settings.queue_by_priority)
         self._admission = Admission(settings, self.sections, self.queue)
         self.counts = StepCounts()
@@ -152,12 +155,15 @@ class Scheduler:
             section.leave(active)
 
     def _abandon(self, waiting: Waiting) -> None:
-        """Nobody waits for its blocks on disk any more."""
+        """Nobody waits for its blocks on disk or in a store any more."""
         if "transfer" in waiting.holds:
             for section in self.sections:
                 section.kv.abandon(waiting.request.id)
+                section.external.abandon(waiting.request.id)
 
     def _end_waiting(self, waiting: Waiting, reason: FinishReason, error: str = "") -> None:
+        for section in self.sections:
+            section.external.ended(waiting.request.id)
         times = closed(waiting.times, time.monotonic())
         self._deltas.append(Delta(id=waiting.request.id, finish=reason, error=error, times=times))
         self._log_end(waiting.request, reason, len(waiting.tokens), error)
@@ -181,8 +187,13 @@ class Scheduler:
         return bool(len(self.queue) or self._active or self._in_flight or self._copies_in_flight)
 
     @property
+    def has_only_copies(self) -> bool:
+        """No request is left, but blocks are on their way."""
+        return self.has_work and not (len(self.queue) or self._active)
+
+    @property
     def _copies_in_flight(self) -> bool:
-        return any(section.kv.copies_in_flight for section in self.sections)
+        return any(section.kv.copies_in_flight or section.external.is_busy for section in self.sections)
 
     @property
     def num_in_flight(self) -> int:
@@ -220,7 +231,7 @@ class Scheduler:
         self._planning = StepCounts()
         for section in self.sections:
             section.kv.advance(now_s)
-            for request_id in section.kv.take_arrived():
+            for request_id in section.kv.take_arrived() + section.external.take_arrived():
                 self.queue.release(request_id, "transfer")
             self._requeue_preempted(section)
         if not self.has_work:
@@ -304,6 +315,7 @@ class Scheduler:
         for section in self.sections:
             section.kv.fail_copies(failed)
             section.kv.finish_copies(finished)
+            section.external.finish(finished, failed)
         parts: list[Committed] = []
         for section, planned, rows in zip(self.sections, flight.planned, result.sections, strict=True):
             part = Commit(section, planned, rows).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from headrace.kvcache.manager import KvCache
 from headrace.scheduler import capacity, chunking
 from headrace.scheduler.beam import Beams, beam_init
 from headrace.scheduler.changes import Changes
+from headrace.scheduler.external import NoExternal
 from headrace.scheduler.request import Active, Waiting, stamp
 from headrace.scheduler.rows import ContextRow, Planned, RowArrays
 from headrace.scheduler.settings import SchedulerSettings
@@ -24,9 +26,10 @@ log = logging.getLogger("headrace.scheduler")
 class SectionScheduler:
     """Plans one section. The facade (`Scheduler`) owns the queue and the terminal states."""
 
-    def __init__(self, settings: SchedulerSettings, kv: KvCache) -> None:
+    def __init__(self, settings: SchedulerSettings, kv: KvCache, external: NoExternal) -> None:
         self.settings = settings
         self.kv = kv
+        self.external = external
         self.slots = SlotTable(settings.num_slots)
         self.policy = capacity.POLICIES[settings.capacity_policy]()
         self.prefilling: dict[int, Active] = {}
@@ -35,7 +38,7 @@ class SectionScheduler:
         """By the slot of the request that was admitted."""
         self.num_active = 0
         """Requests that go on, beams counted; draining ones hold a slot but are not counted."""
-        self.changes = Changes(kv)
+        self.changes = Changes(kv, external)
         self._preempting: list[Active] = []
         self._next_beam_owner = -1
 
@@ -49,13 +52,13 @@ class SectionScheduler:
         """Tokens that one sequence of the request may have when nobody but pins is there."""
         return self.kv.max_tokens(width=request.beam.width if request.beam else 1)
 
-    def can_admit(self, waiting: Waiting) -> bool:
+    def can_admit(self, waiting: Waiting, limit: int) -> bool:
+        """`limit` as of `limit_of`."""
         width = waiting.request.beam.width if waiting.request.beam else 1
         if self.slots.num_free < width or self.num_active + width > self.settings.max_batch_size:
             return False
         if waiting.is_preempted and self.num_active and not self.kv.may_resume():
             return False
-        limit = self.limit_of(waiting.request)
         if len(waiting.tokens) >= limit:  # beside the pins of this section
             return False
         return self.policy.can_admit(self.kv, waiting, limit=limit, width=width, reuse=self.may_reuse(waiting))
@@ -65,19 +68,18 @@ class SectionScheduler:
         return self.settings.reuse and waiting.request.sampling.prompt_logprobs < 0
 
     def fetch(self, waiting: Waiting) -> bool:
-        """Whether the request waits for blocks on disk, which are brought from now on."""
+        """Whether the request waits for blocks on disk or in a store, which are brought from now on."""
         if waiting.is_fetched or not self.may_reuse(waiting):
             return False
         waiting.is_fetched = True
-        return self.kv.fetch(waiting.request.id, waiting.tokens, waiting.claim)
+        return self.kv.fetch(waiting.request.id, waiting.tokens, waiting.claim) or self.external.fetch(waiting)
 
     def open_admission(self) -> None:
         """Count what beams may still take at worst; other requests are counted by the cache."""
         self.kv.set_aside(self._promised_to_beams())
 
-    def admit(self, waiting: Waiting, now_s: float) -> Active:
+    def admit(self, waiting: Waiting, limit: int, now_s: float) -> Active:
         request = waiting.request
-        limit = self.limit_of(request)
         promised = min(limit, len(waiting.tokens) + 1) if self.policy.may_preempt else limit
         cached = self.kv.admit(
             request.id,
@@ -102,9 +104,12 @@ class SectionScheduler:
             prompt_logprobs_done=waiting.prompt_logprobs_done,
         )
         min_len = len(request.prompt) + request.min_tokens
-        slot = self.slots.take(active, min_len=min_len)
-        self.slots.capacity[slot] = self.kv.num_tokens_capacity(request.id)
-        self.slots.commit_at[slot] = self.kv.commit_at(request.id)
+        slot = self.slots.take(
+            active,
+            min_len=min_len,
+            capacity=self.kv.num_tokens_capacity(request.id),
+            commit_at=self.kv.commit_at(request.id),
+        )
         self.kv.begin(request.id, slot)
         self.changes.begin(self._slot_init(active, slot, min_len))
         self.prefilling[slot] = active
@@ -141,13 +146,13 @@ class SectionScheduler:
             share = -(-int(np.count_nonzero(slots.generating)) // (self.settings.depth + 1))
             rows = self._longest_idle(rows, share)
         rows = self._longest_idle(rows, self.settings.max_num_tokens // (1 + self.settings.draft_len))
-        needed = slots.length[rows] + slots.pending[rows] + self.settings.draft_len
-        short = rows[np.minimum(needed, slots.max_len[rows]) > slots.capacity[rows]]
-        stalled = [slot for slot in self._by_order(short) if not self._grow(slot)]
-        # A victim of this very loop has left `generating`; a stalled slot waits for the next plan.
+        needed = np.minimum(slots.length + slots.pending + self.settings.draft_len, slots.max_len)
+        short = rows[(needed > slots.capacity)[rows]]
+        stalled = self._grow([(active, int(needed[active.slot])) for active in self._by_order(short)])
+        # A victim of `_grow` has left `generating`; a stalled slot waits for the next plan.
         rows = rows[slots.generating[rows]]
         if stalled:
-            rows = rows[~np.isin(rows, stalled)]
+            rows = rows[~np.isin(rows, list(stalled))]
         slots.last_step[rows] = step
         return rows
 
@@ -157,40 +162,34 @@ class SectionScheduler:
         order = np.argsort(self.slots.last_step[rows], kind="stable")[:count]
         return np.sort(rows[order])
 
-    def _by_order(self, rows: NDArray[np.int64]) -> list[int]:
-        def order(slot: int) -> int:
-            active = self.slots.by_slot[slot]
-            assert active is not None
-            return active.order
+    def _by_order(self, rows: NDArray[np.int64]) -> list[Active]:
+        slots: list[int] = rows.tolist()
+        actives = [active for slot in slots if (active := self.slots.by_slot[slot]) is not None]
+        return sorted(actives, key=attrgetter("order"))
 
-        return sorted(rows.tolist(), key=order)
-
-    def _grow(self, slot: int) -> bool:
-        """Blocks for everything a row of this slot may add now; may preempt someone younger."""
-        active = self.slots.by_slot[slot]
-        assert active is not None
-        if active.draining:
-            return False
-        slots = self.slots
-        needed = int(min(slots.length[slot] + slots.pending[slot] + self.settings.draft_len, slots.max_len[slot]))
-        return self.ensure(active, needed)
-
-    def ensure(self, active: Active, num_tokens: int) -> bool:
-        """Room for `num_tokens`. False: not now; a victim may have been asked to leave."""
-        slot = active.slot
-        if num_tokens <= self.slots.capacity[slot]:
-            return True
-        owner = active.request.id
-        is_promised = not self.policy.may_preempt or active.request.beam is not None
-        if self.kv.extend(owner, num_tokens, headroom=0 if is_promised else self._promised_to_beams()):
+    def _grow(self, wants: list[tuple[Active, int]]) -> set[int]:
+        """Room for as many tokens each, in turn; returns the slots that have none, and then asks a victim to leave."""
+        headroom = self._promised_to_beams() if self.policy.may_preempt else 0
+        refused = self.kv.extend_each(
+            [
+                (active.request.id, num_tokens, 0 if active.request.beam is not None else headroom)
+                for active, num_tokens in wants
+            ]
+        )
+        for active, _ in wants:
+            owner, slot = active.request.id, active.slot
             self.slots.capacity[slot] = self.kv.num_tokens_capacity(owner)
             self.changes.changed(owner, slot)
-            return True
+        if refused:
+            self._make_way()
+        return {active.slot for active, _ in wants if active.request.id in refused}
+
+    def _make_way(self) -> None:
+        """Somebody got no blocks: the request that arrived last leaves, one at a time."""
         assert self.policy.may_preempt, "a promise of blocks was broken"
         victim = capacity.pick_victim(self.slots.actives())
         if victim is not None and not self._preempting:
             self.start_preempting(victim)
-        return False
 
     def start_preempting(self, active: Active) -> None:
         active.preempting = True
@@ -218,11 +217,13 @@ class SectionScheduler:
         left = [self.kv.next_stop(active.request.id, active.planned) - active.planned for active in actives]
         left = [min(*lengths) for lengths in zip(left, [active.context_left for active in actives], strict=True)]
         chunks = policy(left, budget, settings.tokens_per_block)
+        wants = [
+            (active, min(active.planned + n, active.limit)) for active, n in zip(actives, chunks, strict=True) if n
+        ]
+        stalled = self._grow(wants)
         rows: list[ContextRow] = []
         for active, count in zip(actives, chunks, strict=True):
-            if count == 0 or active.draining:
-                continue
-            if not self.ensure(active, min(active.planned + count, active.limit)):
+            if count == 0 or active.draining or active.slot in stalled:
                 continue
             rows.append(ContextRow(active, active.planned, count, count == active.context_left))
             self.kv.save(active.request.id, active.planned + count, active.slot)
@@ -237,13 +238,13 @@ class SectionScheduler:
             rows.add_context(row)
         for group in beams:
             rows.add_beams(group)
-        section = rows.section(generation, 1 + self.settings.draft_len)
+        section = rows.section(generation, 1 + self.settings.draft_len, self.changes)
         for row in context:
             self._note_context(row)
         self.slots.pending[generation] += 1 + self.settings.draft_len
         self.slots.rows_in_flight[generation] += 1
         self.slots.samples_in_flight[generation] += 1
-        return self.changes.put_into(section), planned
+        return section, planned
 
     def _note_context(self, row: ContextRow) -> None:
         active = row.active
@@ -286,6 +287,7 @@ class SectionScheduler:
 
     def start_draining(self, active: Active) -> None:
         """No further rows; others may count on its place already."""
+        self.slots.settle(active)
         self.slots.generating[active.slot] = False
         self.prefilling.pop(active.slot, None)
         self.num_active -= active.request.beam.width if active.request.beam else 1
@@ -318,6 +320,8 @@ class SectionScheduler:
     def _release(self, active: Active) -> None:
         """What was computed stays findable; of a request that ended, as its reuse policy says."""
         owner = active.request.id
+        if active.finish is not None:
+            self.external.left(active)
         whole = active.finish in (None, "stop", "length")  # what an aborted one computed last is not worth telling
         self.kv.release(
             owner,
@@ -345,5 +349,6 @@ class SectionScheduler:
         assert used + slots.num_free == len(slots.by_slot), "slots lost"
         for array in (slots.pending, slots.rows_in_flight, slots.samples_in_flight):
             assert (array >= 0).all(), "a counter of rows in flight is negative"
+            assert not array[slots.free].any(), "a free slot has rows in flight"
         going_on = sum(a.request.beam.width if a.request.beam else 1 for a in slots.actives() if not a.draining)
         assert going_on == self.num_active, f"num_active is {self.num_active}, {going_on} requests go on"

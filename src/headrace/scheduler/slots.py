@@ -6,8 +6,6 @@ A step touches thousands of rows; arrays keep plan and commit linear with a smal
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,10 +13,8 @@ from headrace.scheduler.request import Active
 from headrace.seam import Ints
 
 NO_TOKEN = -1
-
-
-def _nobody(token: int) -> None:
-    raise AssertionError("a slot with rows in flight has an owner")
+RECENT = 128
+"""Sampled tokens that a slot keeps before they are moved to its owner's list; a power of two."""
 
 
 class SlotTable:
@@ -26,12 +22,12 @@ class SlotTable:
 
     def __init__(self, num_slots: int) -> None:
         self.by_slot: list[Active | None] = [None] * num_slots
-        self.append: list[Callable[[int], None]] = [_nobody] * num_slots
-        """The owner's `tokens.append`: what a plain row of a commit calls, thousands of times a step."""
-        self._free: list[int] = list(range(num_slots - 1, -1, -1))
+        self.free: list[int] = list(range(num_slots - 1, -1, -1))
         self.request_id = np.zeros(num_slots, np.int64)
         self.length = np.zeros(num_slots, np.int64)
-        """Committed tokens, prompt included."""
+        """Committed tokens, prompt included; the owner's list may lack the last ones."""
+        self.recent: Ints = np.zeros(num_slots * RECENT, np.int32)
+        """Those that it lacks: of slot s the token at position p is at s * RECENT + p % RECENT."""
         self.pending = np.zeros(num_slots, np.int64)
         """Most tokens that rows in flight can still add."""
         self.rows_in_flight = np.zeros(num_slots, np.int64)
@@ -47,54 +43,67 @@ class SlotTable:
         self.generating = np.zeros(num_slots, np.bool_)
         """The prompt is planned through and the request goes on: a generation row may be planned."""
         self.last_step = np.zeros(num_slots, np.int64)
-        self.stop_ids: Ints = np.full((num_slots, 1), NO_TOKEN, np.int32)
+        self.stop_ids: Ints = np.full((0, num_slots), NO_TOKEN, np.int32)
+        """Row i: the i-th stop id of each slot, or NO_TOKEN."""
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self.free)
 
-    def take(self, active: Active, *, min_len: int) -> int:
-        slot = self._free.pop()
+    def take(self, active: Active, *, min_len: int, capacity: int, commit_at: int) -> int:
+        slot = self.free.pop()
         active.slot = slot
         request = active.request
         self.by_slot[slot] = active
-        self.append[slot] = active.tokens.append
         self.request_id[slot] = request.id
         self.length[slot] = len(active.tokens)
-        self.pending[slot] = 0
-        self.rows_in_flight[slot] = 0
-        self.samples_in_flight[slot] = 0
-        self.capacity[slot] = 0
+        self.capacity[slot] = capacity
         self.max_len[slot] = active.limit
         self.min_len[slot] = min_len
-        self.commit_at[slot] = 0
-        self.generating[slot] = False
-        self._set_stops(slot, request.stop_ids)
+        self.commit_at[slot] = commit_at
+        if request.stop_ids:
+            self._set_stops(slot, request.stop_ids)
         return slot
 
     def take_bare(self, active: Active) -> int:
         """A further slot for a beam of `active`; nothing in the arrays is its own."""
-        slot = self._free.pop()
+        slot = self.free.pop()
         self.by_slot[slot] = active
         return slot
 
     def give_back(self, slot: int) -> None:
-        assert self.by_slot[slot] is not None
+        """It has no rows in flight, and generates none."""
+        active = self.by_slot[slot]
+        assert active is not None
         self.by_slot[slot] = None
-        self.append[slot] = _nobody
         self.max_len[slot] = 0
-        self.capacity[slot] = 0
-        self.generating[slot] = False
-        self._free.append(slot)
+        if active.request.stop_ids:
+            self.stop_ids[:, slot] = NO_TOKEN
+        self.free.append(slot)
+
+    def append(self, slots: NDArray[np.int64], tokens: Ints) -> NDArray[np.int64]:
+        """One token for each slot; returns those to settle now: no recent one fits in, or the cache has to do."""
+        length = self.length[slots]
+        self.recent[slots * RECENT + (length & (RECENT - 1))] = tokens
+        length += 1
+        self.length[slots] = length
+        return slots[(length & (RECENT - 1) == 0) | (length > self.commit_at[slots])]
+
+    def settle(self, active: Active) -> None:
+        """The owner's list has all its tokens."""
+        tokens, slot = active.tokens, active.slot
+        count = int(self.length[slot]) - len(tokens)
+        if count > 0:
+            first = slot * RECENT + len(tokens) % RECENT
+            tokens += self.recent[first : first + count].tolist()
 
     def _set_stops(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        width = self.stop_ids.shape[1]
-        if len(stop_ids) > width:
-            wider = np.full((self.stop_ids.shape[0], len(stop_ids)), NO_TOKEN, np.int32)
-            wider[:, :width] = self.stop_ids
-            self.stop_ids = wider
-        self.stop_ids[slot] = NO_TOKEN
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+        missing = len(stop_ids) - len(self.stop_ids)
+        if missing > 0:
+            wider = np.full((missing, len(self.by_slot)), NO_TOKEN, np.int32)
+            self.stop_ids = np.concatenate([self.stop_ids, wider])
+        for row, token in enumerate(stop_ids):
+            self.stop_ids[row, slot] = token
 
     def actives(self) -> list[Active]:
         """Each active request once, whatever number of beams it has."""
@@ -109,4 +118,4 @@ class SlotTable:
         wanted = self.generating & (self.length + self.samples_in_flight < self.max_len)
         if not chained:
             wanted &= self.samples_in_flight == 0
-        return np.flatnonzero(wanted)
+        return wanted.nonzero()[0]

@@ -1,0 +1,1 @@
+"""External block stores: what a connector offers, how one is loaded, and an example."""
