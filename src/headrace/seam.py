@@ -207,7 +207,7 @@ class StepResult:
     """Transfers and loads whose destination holds nothing."""
     finished_commands: dict[int, Any] = field(default_factory=dict[int, Any])
     forward_s: float = 0.0
-    sample_s: float = 0.0
+    """From when the step was begun, on a GPU behind the one before it, until its tokens were on the host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from headrace.engine.batch import leave_out, put_back
 from headrace.engine.rank import Rank
 from headrace.seam import DEVICE, DISK, HOST, RowLogprobs, Section, SectionResult, int_rows, ints
+from headrace.types import Sampling
 from tests.engine.driver import BLOCK, NUM_BLOCKS, Driver, open_rank, straight
 from tests.twin.harness import VOCAB, tiny_gemma3, tiny_llama
 
@@ -111,6 +112,18 @@ def test_a_fork_copies_its_last_block(rank: Rank) -> None:
     both = driver.rows({1: [first], 2: [first]}, copies=int_rows(copies, 6)).tokens.tolist()
     tokens = [both, *(driver.rows({1: None, 2: None}).tokens.tolist() for _ in range(COUNT - 2))]
     assert [pair[0] for pair in tokens] == [pair[1] for pair in tokens] == expected[1:]
+
+
+def test_kept_logits_are_raw(rank: Rank) -> None:
+    """What sampling does to them afterwards is not seen, and nobody else's are kept."""
+    driver, ids = Driver(rank), prompt(7)
+    banned = Sampling(return_logits=True, logit_bias={5: -100.0, 6: 100.0})
+    driver.begin(1, sampling=Sampling(return_logits=True))
+    driver.begin(2, sampling=banned)
+    driver.begin(3)
+    got = driver.rows({1: ids, 2: ids, 3: ids})
+    assert sorted(got.logits) == [0, 1] and int(got.tokens[1]) == 6
+    torch.testing.assert_close(got.logits[1], got.logits[0], atol=0, rtol=0)
 
 
 def test_a_slot_that_cannot_begin_fails_alone(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

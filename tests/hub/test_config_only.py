@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.hub.config import stated_quantisation
 from headrace.hub.config_only import find_config
 from headrace.hub.errors import ModelError
 
@@ -38,3 +39,11 @@ def test_a_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):
         find_config(str(tmp_path / "config.json"))
+
+
+def test_quantisation_is_stated_inside_or_around_the_language_model() -> None:
+    stated = {"quant_method": "fp8"}
+    assert stated_quantisation({"quantization_config": stated}) == stated
+    assert stated_quantisation({"text_config": {"hidden_size": 8}, "quantization_config": stated}) == stated
+    assert stated_quantisation({"text_config": {"quantization_config": stated}}) == stated
+    assert stated_quantisation({"text_config": {}}) is None

@@ -27,7 +27,7 @@ from headrace.engine.states import state_specs
 from headrace.engine.step import Outcome, Stepper
 from headrace.engine.tiers import Memory
 from headrace.engine.weights import load_weights
-from headrace.hub.config import read_config, read_quant_config, text_config
+from headrace.hub.config import read_config, read_quant_config, stated_quantisation, text_config
 from headrace.hub.shape import activation_bytes
 from headrace.hub.source import ModelSource
 from headrace.kernels import _native
@@ -67,8 +67,8 @@ class Rank:
         config = read_config(source, model_kwargs=args.model_kwargs, known_model_types=known_model_types())
         dtype = compute_dtype(args.dtype, config, self.device)
         recipes = read_recipes(
-            text_config(config),
-            hf_quant_config=read_quant_config(source),
+            {"quantization_config": stated_quantisation(config)},
+            hf_quant_config=read_quant_config(source.path),
             force_dynamic=args.force_dynamic_quantization,
         )
         max_len = args.max_seq_len if isinstance(args.max_seq_len, int) else None
@@ -193,7 +193,8 @@ class Rank:
         begin_s = time.perf_counter()
         section = plan.sections[0]
         self._apply(plan.step, section)
-        errors = {row: self.unready[slot] for row, slot in enumerate(section.slot.tolist()) if slot in self.unready}
+        unready = np.flatnonzero(np.isin(section.slot, list(self.unready))).tolist()
+        errors = {row: self.unready[int(section.slot[row])] for row in unready}
         rows = leave_out(section, errors)
         outcome = self._queue_rows(plan.step, rows) if rows.num_rows else _nothing
         self.memory.end_step(section)

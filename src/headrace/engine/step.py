@@ -19,6 +19,7 @@ from headrace.engine.slots import SlotState
 from headrace.engine.staging import Upload, stage
 from headrace.sampling.logprobs import prompt_logprobs
 from headrace.sampling.sampler import Sampled, Sampler
+from headrace.sampling.state import RAW_LOGITS
 from headrace.seam import HOST_TOKEN, GroupSpec, RowLogprobs, Section, SectionResult, SlotInit, ints
 
 NO_NUMBERS = "the model computed no numbers (NaN): its weights are damaged, or float16 is too small; try dtype bfloat16"
@@ -69,7 +70,7 @@ class Stepper:
         """Generation rows only, whose tokens are the most likely ones and nothing else is asked of."""
         if section.num_context_rows or (section.flags & HOST_TOKEN).any():
             return False
-        return not self.sampler.state.features[section.slot].any() and not self._keeps_logits()
+        return not self.sampler.state.features[section.slot].any()
 
     def _queue_graph(self, section: Section) -> Outcome:
         self.state.raise_bounds(section)
@@ -131,19 +132,10 @@ class Stepper:
 
         return result
 
-    def _keeps_logits(self) -> bool:
-        return any(init.sampling.return_logits for init in self.inits.values())
-
     def _kept_logits(self, section: Section, rows: NDArray[np.int64], logits: Tensor) -> dict[int, Tensor]:
         """The raw logits that offline callers asked for; sampling overwrites them."""
-        if not self._keeps_logits():
-            return {}
-        slots = section.slot[rows].tolist()
-        return {
-            int(row): logits[at : at + 1].float()
-            for at, row in enumerate(rows)
-            if self.inits[slots[at]].sampling.return_logits
-        }
+        wanted = np.flatnonzero(self.sampler.state.features[section.slot[rows]] & RAW_LOGITS).tolist()
+        return {int(rows[at]): logits[at : at + 1].to(torch.float32, copy=True) for at in wanted}
 
     def _prompt_logprobs(self, section: Section, wanted: Wanted, hidden: Tensor, row: int) -> RowLogprobs:
         """Of the prompt tokens that follow this chunk's positions."""

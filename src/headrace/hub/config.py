@@ -60,13 +60,19 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return cast("dict[str, Any]", nested) if isinstance(nested, dict) else config
 
 
-def read_quant_config(source: ModelSource) -> dict[str, Any] | None:
+def stated_quantisation(config: Mapping[str, Any]) -> Any:
+    """`quantization_config` of the language model's part or, around it, of a multimodal config; None for neither."""
+    inner, outer = text_config(config).get("quantization_config"), config.get("quantization_config")
+    return inner if inner or outer is None else outer
+
+
+def read_quant_config(folder: Path) -> dict[str, Any] | None:
     """hf_quant_config.json, which ModelOpt writes beside config.json; None where there is none.
 
     Raises:
         ModelError: a file that isn't a JSON object.
     """
-    path = source.path / "hf_quant_config.json"
+    path = folder / "hf_quant_config.json"
     return read_json(path) if path.is_file() else None
 
 

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from headrace.hub.aliases import ALIASES
-from headrace.hub.config import merge_config, read_config, read_json
+from headrace.hub.config import merge_config, read_config, read_json, read_quant_config
 from headrace.hub.errors import ModelError
 from headrace.hub.source import is_hub_id, resolve_model
-
-MODELOPT_FILE = "hf_quant_config.json"
-"""Where NVIDIA's checkpoints say how their weights are stored, if not in config.json."""
 
 
 def find_config(
@@ -39,9 +36,8 @@ def find_config(
 
 def _from_file(path: Path, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     config = read_json(path)
-    stated = path.with_name(MODELOPT_FILE)
-    if not config.get("quantization_config") and stated.is_file():
-        quantised = read_json(stated).get("quantization")
+    if not config.get("quantization_config"):
+        quantised = (read_quant_config(path.parent) or {}).get("quantization")
         if isinstance(quantised, dict):
             config["quantization_config"] = {"quant_method": "modelopt", **cast("dict[str, Any]", quantised)}
     merge_config(config, model_kwargs or {})

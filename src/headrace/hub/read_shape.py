@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.hub.config import text_config
+from headrace.hub.config import stated_quantisation, text_config
 from headrace.hub.errors import ModelError
 from headrace.hub.keys import Keys
 from headrace.hub.mixers import (
@@ -102,7 +102,7 @@ def read_shape(config: Mapping[str, Any], *, place: str = "config.json") -> Mode
         state_dtype=str(keys.find("mamba_ssm_cache_dtype", "mamba_ssm_dtype") or ""),
         is_tied=traits.is_tied if is_tied is None else bool(is_tied),
         intermediate_size=_widest(keys),
-        storage=stored_as(text.get("quantization_config") or config.get("quantization_config"), place),
+        storage=stored_as(stated_quantisation(config), place),
         is_known=known is not None,
     )
 

@@ -85,7 +85,6 @@ def build_record(scheduler: Scheduler, result: StepResult, kv: KvStats, *, laten
             "avgNumDecodedTokensPerIter": counts.num_generated / rows if rows else 0.0,
         },
         "forwardMS": result.forward_s * 1000,
-        "sampleMS": result.sample_s * 1000,
     }
     by_window = kv.iteration(caches)
     if by_window is not None:

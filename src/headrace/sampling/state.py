@@ -27,6 +27,7 @@ SPECIAL = 32  # an entry in SlotParams.specials
 LATE = 64  # the host follows the tokens
 LOGPROBS = 128
 PROCESSED = 256  # log-probabilities of what is drawn from, not of the raw logits
+RAW_LOGITS = 512  # the engine hands the raw logits out
 
 ALTERED = PENALTIES | STOP_MASK | SPECIAL  # the logits themselves are rewritten
 
@@ -200,6 +201,8 @@ class SlotParams:
             features |= SPECIAL
             if needs_late_tokens(sampling):
                 features |= LATE
+        if sampling.return_logits:
+            features |= RAW_LOGITS
         if sampling.logprobs >= 0:
             features |= LOGPROBS
             if sampling.processed_logprobs:
