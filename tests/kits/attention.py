@@ -279,7 +279,8 @@ def check_copied_blocks(backend: AttentionBackend) -> None:
     grown = LayerCache(*(torch.cat([part, torch.full_like(part, NAN)]) for part in (cache.k, cache.v)))
     world.attend(backend, [[(0, 20)]], cache=grown)
     copies = source.flip(0) + len(source)
-    backend.copy_blocks(grown, source, copies)
+    for part in (grown.k, grown.v):
+        part[copies] = part[source]
     world.tables = copies.to(torch.int32)[None]
     step = world.step([(0, 1)], [20])
     backend.plan(step)

@@ -70,11 +70,7 @@ class AttentionBackend(Protocol):
     """One way to attend. Stateless between steps; one instance an engine."""
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of K (and of V) of one layer."""
-        ...
-
-    def copy_blocks(self, cache: LayerCache, source: Tensor, destination: Tensor) -> None:
-        """Copy whole blocks within one layer's cache; ids are int64 [n], destinations distinct."""
+        """Shape of K (and of V) of one layer. Blocks come first: the engine copies them whole."""
         ...
 
     def plan(self, step: AttentionStep) -> None:

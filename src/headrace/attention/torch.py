@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.kernels.paged_attention import paged_attention_twin
 from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise_twin
@@ -18,11 +16,6 @@ class TorchAttention:
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of K (and of V) of one layer."""
         return (num_blocks, num_kv_heads, block_size, head_dim)
-
-    def copy_blocks(self, cache: LayerCache, source: Tensor, destination: Tensor) -> None:
-        """Copy whole blocks; ids are int64 [n], destinations distinct."""
-        cache.k[destination] = cache.k[source]
-        cache.v[destination] = cache.v[source]
 
     def plan(self, step: AttentionStep) -> None:
         """Nothing to share between layers."""

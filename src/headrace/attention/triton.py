@@ -7,7 +7,6 @@ and on `max_query` and `max_kv`, which have to bound every replay of a captured 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.kernels._triton_decode import DecodePlan, launch_decode, plan_decode
@@ -25,11 +24,6 @@ class TritonAttention:
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of K (and of V) of one layer."""
         return (num_blocks, num_kv_heads, block_size, head_dim)
-
-    def copy_blocks(self, cache: LayerCache, source: Tensor, destination: Tensor) -> None:
-        """Copy whole blocks; ids are int64 [n], destinations distinct."""
-        cache.k[destination] = cache.k[source]
-        cache.v[destination] = cache.v[source]
 
     def plan(self, step: AttentionStep) -> None:
         """What layers share is made by the first of them, which knows the heads."""

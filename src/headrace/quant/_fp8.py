@@ -38,24 +38,31 @@ class Fp8Weight:
         return self.weight.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def linear(act: ActLike, prepared: PreparedWeight, out_dtype: torch.dtype | None) -> Tensor:
-    """[tokens, in] plain, or in the form that the weight wants -> [tokens, out]"""
-    assert isinstance(prepared, Fp8Weight)
-    data, scales = act.data, act.scales
-    quantised = Quantised(data, scales) if data.dtype == FP8 else quantise(data, prepared.form)
-    return fp8_linear(quantised, prepared.weight, prepared.scales, prepared.bias, out_dtype=out_dtype or prepared.dtype)
+class Fp8Recipe:
+    """A weight that has become an `Fp8Weight`; how it gets there from a checkpoint is each recipe's own."""
 
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
+        """A plain weight, with scales by output and by token: a checkpoint states no others for it."""
+        encoded, scales = encode(weight)
+        return Fp8Weight(encoded, scales, bias, Form("token"), weight.dtype)
 
-def rows(prepared: PreparedWeight, ids: Tensor) -> Tensor:
-    """ids [n] int64 -> [n, in]; not for block scales, whose weights are no embeddings."""
-    assert isinstance(prepared, Fp8Weight)
-    scales = prepared.scales[ids] if prepared.scales.numel() > 1 else prepared.scales
-    return dequantised_weight(prepared.weight[ids], scales).to(prepared.dtype)
+    def wanted(self, prepared: PreparedWeight) -> Form:
+        """Quantised as the weight was loaded for."""
+        assert isinstance(prepared, Fp8Weight)
+        return prepared.form
 
+    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[tokens, in] plain, or in the form that the weight wants -> [tokens, out]"""
+        assert isinstance(prepared, Fp8Weight)
+        quantised = Quantised(act.data, act.scales) if act.data.dtype == FP8 else quantise(act.data, prepared.form)
+        out_dtype = out_dtype or prepared.dtype
+        return fp8_linear(quantised, prepared.weight, prepared.scales, prepared.bias, out_dtype=out_dtype)
 
-def wanted(prepared: PreparedWeight) -> Form:
-    assert isinstance(prepared, Fp8Weight)
-    return prepared.form
+    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
+        """ids [n] int64 -> [n, in]; not for block scales, whose weights are no embeddings."""
+        assert isinstance(prepared, Fp8Weight)
+        scales = prepared.scales[ids] if prepared.scales.numel() > 1 else prepared.scales
+        return dequantised_weight(prepared.weight[ids], scales).to(prepared.dtype)
 
 
 def check_scales(scales: Tensor, what: str) -> Tensor:

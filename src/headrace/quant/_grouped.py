@@ -16,6 +16,7 @@ from headrace.kernels.grouped_linear import (
     grouped_rows,
     pack_codes,
 )
+from headrace.quant._plain import FromPlain
 from headrace.quant.none import Dense
 from headrace.quant.port import ActLike, PreparedWeight
 
@@ -44,6 +45,22 @@ class GroupedWeight:
     @property
     def size_bytes(self) -> int:
         return self.weight.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class GroupedRecipe(FromPlain):
+    """Weights of grouped codes, and dense ones where the kernel can't take them."""
+
+    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[tokens, in] -> [tokens, out]"""
+        if not isinstance(prepared, GroupedWeight):
+            return Dense().linear(act, prepared, out_dtype=out_dtype)
+        return grouped_linear(act.data, prepared.weight, prepared.bias, out_dtype=out_dtype)
+
+    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
+        """ids [n] int64 -> [n, in]"""
+        if not isinstance(prepared, GroupedWeight):
+            return Dense().rows(prepared, ids)
+        return grouped_rows(prepared.weight, ids).to(prepared.dtype)
 
 
 def prepare_codes(codes: GroupedCodes, bias: Tensor | None, dtype: torch.dtype) -> PreparedWeight:
@@ -76,15 +93,3 @@ def join(parts: list[GroupedCodes]) -> GroupedCodes:
         torch.cat([part.scales for part in parts]),
         torch.cat(offsets) if offsets else None,
     )
-
-
-def linear(act: ActLike, prepared: PreparedWeight, out_dtype: torch.dtype | None) -> Tensor:
-    if not isinstance(prepared, GroupedWeight):
-        return Dense().linear(act, prepared, out_dtype=out_dtype)
-    return grouped_linear(act.data, prepared.weight, prepared.bias, out_dtype=out_dtype)
-
-
-def rows(prepared: PreparedWeight, ids: Tensor) -> Tensor:
-    if not isinstance(prepared, GroupedWeight):
-        return Dense().rows(prepared, ids)
-    return grouped_rows(prepared.weight, ids).to(prepared.dtype)

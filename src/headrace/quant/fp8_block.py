@@ -15,12 +15,12 @@ from headrace.kernels.fp8_linear import BLOCK
 from headrace.kernels.quantise import FP8, Form
 from headrace.quant import _fp8
 from headrace.quant._fp8 import Fp8Weight
-from headrace.quant.port import ActLike, PreparedWeight, Stored
+from headrace.quant.port import PreparedWeight, Stored
 
 __all__ = ["Fp8Block"]
 
 
-class Fp8Block:
+class Fp8Block(_fp8.Fp8Recipe):
     """Inputs must fill groups of 128."""
 
     def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
@@ -43,20 +43,3 @@ class Fp8Block:
             )
         scales = _fp8.check_scales(tensors["weight_scale_inv"], "weight_scale_inv")
         return Fp8Weight(weight, scales, bias, Form("group", group=BLOCK), dtype)
-
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
-        """A plain weight, with scales by output and by token: a checkpoint states no others for it."""
-        encoded, scales = _fp8.encode(weight)
-        return Fp8Weight(encoded, scales, bias, Form("token"), weight.dtype)
-
-    def wanted(self, prepared: PreparedWeight) -> Form:
-        """With a scale for each group of 128 features."""
-        return _fp8.wanted(prepared)
-
-    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[tokens, in] -> [tokens, out]"""
-        return _fp8.linear(act, prepared, out_dtype)
-
-    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
-        """ids [n] int64 -> [n, in]"""
-        return _fp8.rows(prepared, ids)

@@ -14,12 +14,12 @@ from torch import Tensor
 from headrace.kernels.quantise import FP8, Form
 from headrace.quant import _fp8
 from headrace.quant._fp8 import Fp8Weight
-from headrace.quant.port import ActLike, PreparedWeight, Stored
+from headrace.quant.port import PreparedWeight, Stored
 
 __all__ = ["Fp8Dynamic"]
 
 
-class Fp8Dynamic:
+class Fp8Dynamic(_fp8.Fp8Recipe):
     """Scales of any fused weights are kept as they are, by output."""
 
     def __init__(self, *, by_output: bool = True) -> None:
@@ -40,20 +40,3 @@ class Fp8Dynamic:
         scales = _fp8.check_scales(tensors["weight_scale"], "weight_scale")
         scales = scales if self.by_output else _fp8.by_output(scales, widths)
         return Fp8Weight(tensors["weight"], scales, bias, Form("token"), dtype)
-
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
-        """A plain weight, with scales by output and by token: a checkpoint states no others for it."""
-        encoded, scales = _fp8.encode(weight)
-        return Fp8Weight(encoded, scales, bias, Form("token"), weight.dtype)
-
-    def wanted(self, prepared: PreparedWeight) -> Form:
-        """With a scale by token."""
-        return _fp8.wanted(prepared)
-
-    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[tokens, in] -> [tokens, out]"""
-        return _fp8.linear(act, prepared, out_dtype)
-
-    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
-        """ids [n] int64 -> [n, in]"""
-        return _fp8.rows(prepared, ids)

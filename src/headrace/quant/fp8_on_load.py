@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headrace.kernels.quantise import Form
 from headrace.quant import _fp8
-from headrace.quant._fp8 import Fp8Weight
-from headrace.quant.port import ActLike, PreparedWeight, Stored
+from headrace.quant.port import PreparedWeight, Stored
 
 __all__ = ["Fp8OnLoad"]
 
 
-class Fp8OnLoad:
+class Fp8OnLoad(_fp8.Fp8Recipe):
     """Half the memory of bfloat16; reads any plain checkpoint."""
 
     def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
@@ -27,20 +25,3 @@ class Fp8OnLoad:
     ) -> PreparedWeight:
         """weight [out, in] plain."""
         return self.prepare(tensors["weight"], bias)
-
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
-        """A plain weight, with scales by output and by token: a checkpoint states no others for it."""
-        encoded, scales = _fp8.encode(weight)
-        return Fp8Weight(encoded, scales, bias, Form("token"), weight.dtype)
-
-    def wanted(self, prepared: PreparedWeight) -> Form:
-        """With a scale by token."""
-        return _fp8.wanted(prepared)
-
-    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[tokens, in] -> [tokens, out]"""
-        return _fp8.linear(act, prepared, out_dtype)
-
-    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
-        """ids [n] int64 -> [n, in]"""
-        return _fp8.rows(prepared, ids)

@@ -7,21 +7,20 @@ Formats: the block layouts of ggml. Each is codes with a scale and an offset for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.grouped_linear import GroupedCodes
-from headrace.kernels.quantise import PLAIN, Form
 from headrace.quant import _grouped
 from headrace.quant.none import Dense
-from headrace.quant.port import ActLike, PreparedWeight, Stored
+from headrace.quant.port import PreparedWeight
 
 __all__ = ["Gguf"]
 
 
-class Gguf:
+class Gguf(_grouped.GroupedRecipe):
     """Keeps each weight in the precision of its file; a weight that is not in blocks is dense."""
 
     def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
@@ -40,28 +39,6 @@ class Gguf:
             dtype: of the rows that `rows` gives.
         """
         return _grouped.prepare_codes(_alike([decode(*part) for part in parts]), bias, dtype)
-
-    def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
-        """The plain weight."""
-        return (Stored("weight", dtype),)
-
-    def load(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
-    ) -> PreparedWeight:
-        """`prepare` of the plain weight."""
-        return self.prepare(tensors["weight"], bias)
-
-    def wanted(self, prepared: PreparedWeight) -> Form:
-        """As they are."""
-        return PLAIN
-
-    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[tokens, in] -> [tokens, out]"""
-        return _grouped.linear(act, prepared, out_dtype)
-
-    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
-        """ids [n] int64 -> [n, in]"""
-        return _grouped.rows(prepared, ids)
 
 
 def can_decode(qtype: str) -> bool:

@@ -6,47 +6,22 @@ CPU; elsewhere the weight stays dense.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
 from headrace.kernels.grouped_linear import GroupedCodes
-from headrace.kernels.quantise import PLAIN, Form
 from headrace.quant import _grouped
-from headrace.quant.port import ActLike, PreparedWeight, Stored
+from headrace.quant.port import PreparedWeight
 
 __all__ = ["Int4Weight"]
 
 
-class Int4Weight:
+class Int4Weight(_grouped.GroupedRecipe):
     """A third of the memory of bfloat16; a group's weights become 16 even steps from its smallest to its largest."""
 
     def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
         """weight: [out, in]; bias: [out]."""
         return _grouped.prepare_by(encode, weight, bias)
-
-    def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
-        """The plain weight."""
-        return (Stored("weight", dtype),)
-
-    def load(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
-    ) -> PreparedWeight:
-        """`prepare` of the plain weight."""
-        return self.prepare(tensors["weight"], bias)
-
-    def wanted(self, prepared: PreparedWeight) -> Form:
-        """As they are."""
-        return PLAIN
-
-    def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[tokens, in] -> [tokens, out]"""
-        return _grouped.linear(act, prepared, out_dtype)
-
-    def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
-        """ids [n] int64 -> [n, in]"""
-        return _grouped.rows(prepared, ids)
 
 
 def encode(weight: Tensor) -> GroupedCodes:

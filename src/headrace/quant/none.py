@@ -8,7 +8,6 @@ promise, so there is nothing to choose by the number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from headrace.kernels._native import processor_features
 from headrace.kernels.packed_linear import Packed, can_pack, pack, packed_linear, packed_rows
-from headrace.kernels.quantise import PLAIN, Form
-from headrace.quant.port import ActLike, PreparedWeight, Stored
+from headrace.quant._plain import FromPlain
+from headrace.quant.port import ActLike, PreparedWeight
 
 __all__ = ["Dense"]
 
@@ -61,7 +60,7 @@ def choose_product(dtype: torch.dtype, *, device_type: str, packs: bool, feature
     return "torch"
 
 
-class Dense:
+class Dense(FromPlain):
     """A weight in its own precision; sums are float32."""
 
     def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedWeight:
@@ -79,20 +78,6 @@ class Dense:
         elif product == "torch_float32":
             held = weight.float()
         return DenseWeight(product, held, bias, weight.dtype, *weight.shape)
-
-    def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
-        """The plain weight."""
-        return (Stored("weight", dtype),)
-
-    def load(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
-    ) -> PreparedWeight:
-        """`prepare` of the plain weight."""
-        return self.prepare(tensors["weight"], bias)
-
-    def wanted(self, prepared: PreparedWeight) -> Form:
-        """As they are."""
-        return PLAIN
 
     def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
         """[tokens, in] -> [tokens, out]"""

@@ -136,22 +136,6 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
 
 
-class PinBody(BaseModel):
-    """POST /kv_cache/pin. Either of `prompt` and `messages`."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    UNBUILT: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    INERT: ClassVar[frozenset[str]] = frozenset()
-
-    name: str
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
-
-
 class UnpinBody(BaseModel):
     """POST /kv_cache/unpin."""
 
@@ -161,6 +145,16 @@ class UnpinBody(BaseModel):
     INERT: ClassVar[frozenset[str]] = frozenset()
 
     name: str
+
+
+class PinBody(UnpinBody):
+    """POST /kv_cache/pin. Either of `prompt` and `messages`."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
 
 
 Body = ChatBody | CompletionBody | PinBody | UnpinBody
