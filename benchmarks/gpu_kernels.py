@@ -1,4 +1,4 @@
-"""Kernel times on one GPU at the shapes of Llama 3.1 8B, beside the floor that bytes and operations set.
+"""Kernel times on one GPU, beside the floor that bytes and operations set: Llama 3.1 8B, two mixtures of experts.
 
     python benchmarks/gpu_kernels.py [--only decode,linear] [--tune]
 
@@ -11,24 +11,24 @@ Results are checked against the torch twins by the tests marked `gpu`, not here.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from gpu_experts import experts
+from gpu_timing import DEVICE, FP8_TFLOP_S, HALF_TFLOP_S, Result, eight, half, memory_us, time_us
 
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.attention.triton import TritonAttention
 from headrace.kernels import _triton_decode, _triton_linear, _triton_prefill
 from headrace.kernels._triton_rope import launch_rope_write
 from headrace.kernels._triton_rows import launch_act_mul, launch_norm, launch_quantise
+from headrace.kernels._triton_sample import launch_draw, launch_shape
 from headrace.kernels.fp8_linear import fp8_linear
 from headrace.kernels.quantise import FP8, PLAIN, Form, Quantised
 from headrace.kernels.rope_write import Projected
+from headrace.kernels.slot_table import SlotTable
 
-DEVICE = torch.device("cuda")
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 4096, 14336, 32, 8, 128, 128_256
 SHAPES = {
     "qkv": ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
@@ -36,61 +36,8 @@ SHAPES = {
     "gate_up": (2 * INNER, HIDDEN),
     "down": (HIDDEN, INNER),
 }
-READ_TB_S = 4.2
-"""What reading alone reaches on an H200."""
-FP8_TFLOP_S = 1300.0
-HALF_TFLOP_S = 600.0
 BLOCK = 32
 SPEC = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5, k_scale=0.05, v_scale=0.05)
-
-
-@dataclass
-class Result:
-    kernel: str
-    shape: str
-    floor_us: float
-    measured_us: float
-    note: str = ""
-
-    def __str__(self) -> str:
-        times = f"{self.floor_us:.1f} | {self.measured_us:.1f} | {self.floor_us / self.measured_us:.0%}"
-        return f"| {self.kernel} | {self.shape} | {times} | {self.note} |"
-
-
-def time_us(call: Callable[[int], object], num_sets: int, *, repeats: int = 7, at_least: int = 8) -> float:
-    """Microseconds of one call; `call(i)` uses the i-th set of inputs."""
-    count = max(num_sets, at_least)
-    for i in range(min(num_sets, 2)):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i % num_sets)
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / count)
-    return statistics.median(times[2:])
-
-
-def memory_us(num_bytes: float) -> float:
-    return num_bytes / READ_TB_S / 1e6
-
-
-def half(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
-
-
-def eight(*shape: int) -> Tensor:
-    out = torch.empty(shape, device=DEVICE, dtype=FP8)
-    for part in out.view(-1, shape[-1]).split(1 << 16):
-        part.copy_(torch.randn(part.shape, device=DEVICE))
-    return out
 
 
 SCALE = Form("static", torch.tensor([0.02], device=DEVICE)) if torch.cuda.is_available() else PLAIN
@@ -275,6 +222,42 @@ def linear(tune: bool) -> Iterator[Result]:
         yield Result("FP8 linears of 32 layers", f"{num} rows", memory_us(6.979e9), 32 * total)
 
 
+def gated(tune: bool) -> Iterator[Result]:
+    """The first half of the MLP as one kernel, beside the product and the activation after one another."""
+    weights = [eight(*SHAPES["gate_up"]) for _ in range(4)]
+    one = torch.tensor([0.01], device=DEVICE)
+    for num in (1, 8, 16):
+        act = Quantised(eight(num, HIDDEN), one)
+
+        def fused(i: int) -> None:
+            _triton_linear.launch_gated(act, weights[i], one, "silu", form=SCALE, dtype=torch.bfloat16)
+
+        def apart(i: int) -> None:
+            launch_act_mul(fp8_linear(act, weights[i], one, out_dtype=torch.bfloat16), "silu", form=SCALE)
+
+        note = f"apart {time_us(apart, 4, at_least=16):.1f}"
+        floor = memory_us(2 * INNER * HIDDEN)
+        yield Result("FP8 gate-up + silu + quantise", f"{num} rows", floor, time_us(fused, 4, at_least=16), note)
+
+
+def sample(tune: bool) -> Iterator[Result]:
+    """Draws and rules at Llama 3.1's vocabulary; logits as spread as a model's."""
+    rules = {"temperature": (0, torch.inf), "top_k 50": (50, torch.inf), "top_p 0.9": (0, 0.9), "both": (50, 0.9)}
+    for num in (1, 64, 256, 1024):
+        logits = [half(num, VOCAB) * 3 for _ in range(2 if num > 64 else 8)]
+        slots = torch.arange(num, device=DEVICE)
+        for name, (top_k, top_p) in rules.items():
+            floats = torch.tensor([[0.8, top_p, -torch.inf, 1.0, 0.0, 0.0]] * num, dtype=torch.float64, device=DEVICE)
+            whole = torch.tensor([[7, top_k, 0, 1 << 20, 0, -1, -1]] * num, device=DEVICE)
+            none = torch.zeros((0, 1), dtype=torch.int64, device=DEVICE)
+            table = SlotTable(floats, whole, none.int(), none, none.float())
+            floor = memory_us(2 * num * VOCAB)
+            us = time_us(lambda i: launch_draw(logits[i], slots, slots, table, purpose=0), len(logits))
+            yield Result(f"draw ({name})", f"{num} rows", floor, us)
+        us = time_us(lambda i: launch_shape(logits[i], slots, slots, table, num_valid=VOCAB), len(logits))
+        yield Result("rules", f"{num} rows", memory_us(6 * num * VOCAB), us)
+
+
 def layer(tune: bool) -> Iterator[Result]:
     """The four products of a layer, and all the kernels of a layer, one after another."""
     layers = [{name: eight(*shape) for name, shape in SHAPES.items()} for _ in range(4)]
@@ -334,11 +317,14 @@ def head(tune: bool) -> Iterator[Result]:
 
 
 SECTIONS = {
+    "experts": experts,
     "rows": rows,
     "rope": rope,
     "decode": decode,
     "prefill": prefill,
     "linear": linear,
+    "gated": gated,
+    "sample": sample,
     "layer": layer,
     "head": head,
 }

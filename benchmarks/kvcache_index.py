@@ -114,14 +114,14 @@ def decode_rows(kv: KvCache, prompts: Prompts, num_rows: int) -> tuple[float, fl
         kv.admit(owner, tokens)
         kv.extend(owner, TOKENS_PER_BLOCK + 2)
         kv.commit(owner, tokens, TOKENS_PER_BLOCK)
-        kv.take_new_blocks(owner)
+        kv.take_new_blocks({owner: 0})
 
     def step(num_tokens: int) -> float:
         start = time.thread_time()
         for owner, tokens in rows:
             if kv.num_tokens_capacity(owner) < num_tokens:
                 kv.extend(owner, num_tokens)
-                kv.take_new_blocks(owner)
+                kv.take_new_blocks({owner: 0})
             kv.commit(owner, tokens, num_tokens - 1)
         return (time.thread_time() - start) / num_rows
 

@@ -191,6 +191,21 @@ def test_a_pin_survives_pressure(llm: LLM) -> None:
     assert cached(llm, [*prompt, 9], cache_salt="s") == 0
 
 
+def test_a_pin_of_the_same_name_is_replaced(llm: LLM) -> None:
+    first, second = prompt_of(11, 21), [*prompt_of(11, 8), *range(30, 50)]
+    llm.pin(first, name="system", cache_salt="s")
+    assert llm.pin(second, name="system", cache_salt="s").num_tokens == 28
+    assert [pin.num_tokens for pin in llm.pins()] == [28]
+    with pytest.raises(RequestFailed, match="may hold"):
+        llm.pin(prompt_of(3, 120), name="system")
+    press(llm)
+    assert cached(llm, [*second, 9], cache_salt="s") == 28, "what could not be replaced stays"
+    assert cached(llm, [*first, 9], cache_salt="s") < 12
+    with pytest.raises(RequestFailed, match="fills no block of 4 tokens"):
+        llm.pin([1, 2, 3], name="short")
+    assert llm.unpin("system") and llm.pins() == []
+
+
 def test_pins_may_not_starve_the_pool(llm: LLM) -> None:
     with pytest.raises(RequestFailed, match=r"may hold \d+"):
         llm.pin(prompt_of(3, 120), name="large")

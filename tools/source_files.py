@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "text": frozenset({"hall", "hub"}),
     "front": frozenset({"hall", "hub", "text"}),
     "bench": frozenset({"hall", "hub", "text"}),
+    "eval": frozenset({"hall", "hub", "text"}),
     "kvcache": frozenset({"hall"}),
     "scheduler": frozenset({"hall", "kvcache", "transfer"}),
     "transfer": frozenset({"hall"}),

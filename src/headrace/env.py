@@ -25,7 +25,11 @@ XDG_CACHE_HOME = Variable(
     "XDG_CACHE_HOME", "folder", "~/.cache", "The user's cache folder, in which HEADRACE_CACHE lies by default."
 )
 
-VARIABLES: tuple[Variable, ...] = (CACHE, LOG_LEVEL, API_KEY, XDG_CACHE_HOME)
+METRICS_FOLDER = Variable(
+    "PROMETHEUS_MULTIPROC_DIR", "folder", "", "Set by the server, for its HTTP processes: where they add up metrics."
+)
+
+VARIABLES: tuple[Variable, ...] = (CACHE, LOG_LEVEL, API_KEY, XDG_CACHE_HOME, METRICS_FOLDER)
 
 
 def cache_dir() -> Path:
@@ -50,6 +54,19 @@ def log_level() -> str:
 def api_keys() -> list[str]:
     """API keys; empty when the server is open."""
     return [key.strip() for key in _text(API_KEY).split(",") if key.strip()]
+
+
+def metrics_folder() -> str:
+    """Empty where one process has all metrics."""
+    return _text(METRICS_FOLDER)
+
+
+def share_metrics(folder: str | None) -> None:
+    """Before prometheus-client is imported, which reads it then. None: metrics are this process's own; whatever else
+    the variable names is another program's."""
+    os.environ.pop(METRICS_FOLDER.name, None)
+    if folder is not None:
+        os.environ[METRICS_FOLDER.name] = folder
 
 
 def apply_overrides(overrides: Mapping[str, str] | None) -> None:

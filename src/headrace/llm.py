@@ -18,6 +18,7 @@ from headrace.front.builder import RequestOptions
 from headrace.front.cache import name_of, require_events, require_reuse
 from headrace.front.client import Client, Link
 from headrace.front.desk import Asked, Desk, options_of
+from headrace.front.embedding import embed
 from headrace.front.errors import RequestError, RequestFailed, RuntimeFailure
 from headrace.front.outputs import CompletionOutput, Logprob
 from headrace.front.progress import wait_all
@@ -200,6 +201,18 @@ class LLM:
         """The prompt as ids, for `generate_async`: lets a caller tokenise on threads of its own."""
         refuse(disaggregated_params=disaggregated_params)
         return self._desk.preprocess(inputs, sampling_params)
+
+    def embed(
+        self,
+        inputs: PromptInputs | Sequence[PromptInputs],
+        *,
+        pooling: str = "last",
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> Any:
+        """float32 [dimensions] of one prompt, or a row for each of a list: the hidden state after the last norm, of
+        the last token or the mean of all. Raises as `generate` does."""
+        return embed(self._desk, inputs, pooling=pooling, dimensions=dimensions, normalize=normalize)
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
         """Ids of a conversation, up to where the assistant begins; `variables` are for the chat template.

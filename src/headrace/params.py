@@ -52,13 +52,21 @@ class GuidedDecodingParams:
     grammar: str | None = None
     """EBNF."""
     json_object: bool = False
-    structural_tag: str | None = None
+    structural_tag: Any = None
+    """Text with constrained parts, as text or dict: xgrammar's `format` trees, or `structures` and `triggers`."""
+    choice: list[str] | None = None
+    """The whole output is one of these."""
 
     def __post_init__(self) -> None:
-        chosen = [name for name in ("json", "regex", "grammar", "structural_tag") if getattr(self, name) is not None]
-        chosen += ["json_object"] if self.json_object else []
-        if len(chosen) > 1:
-            raise ValueError(f"guided decoding takes one constraint, got {' and '.join(chosen)}: keep one")
+        if len(self.chosen) > 1:
+            names = " and ".join(self.chosen)
+            raise FieldError("guided_decoding", f"takes one constraint, got {names}: keep one")
+
+    @property
+    def chosen(self) -> list[str]:
+        """Names of the fields that are set."""
+        named = ("json", "regex", "grammar", "structural_tag", "choice")
+        return [name for name in named if getattr(self, name) is not None] + ["json_object"] * self.json_object
 
 
 @dataclass(kw_only=True)
@@ -259,7 +267,6 @@ _UNBUILT: dict[str, Any] = {
     "return_encoder_output": False,
     "additional_model_outputs": None,
     "return_routed_experts": False,
-    "guided_decoding": None,
     "thinking_token_budget": None,
     "lookahead_config": None,
 }

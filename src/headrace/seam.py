@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.types import Sampling
+from headrace.types import Grammar, Sampling
 
 Ints = NDArray[np.int32]
 
@@ -39,6 +39,11 @@ PROMPT_LOGPROBS = 2
 """Row flag: log-probabilities of every prompt token of the chunk are wanted."""
 HOST_TOKEN = 4
 """Row flag: the sampled token is reported but not committed; the host chooses (beam search)."""
+LAST_HIDDEN = 8
+"""Row flag: the hidden state of the row's last token, after the last norm, is wanted."""
+SUM_HIDDEN = 16
+"""Row flag: the sum of the hidden states of all tokens of the row is wanted. A prompt's chunks are added up by whoever
+knows where it begins and ends, so no slot holds a sum, and a prompt that begins anew needs no word."""
 
 DUMMY_BLOCK = 0
 
@@ -85,7 +90,8 @@ class SlotInit:
     """The slot is done when prompt and output together reach this length."""
     stop_ids: tuple[int, ...]
     history: Ints | None = None
-    """All tokens so far, when `sampling.needs_history`."""
+    """All tokens so far, when `sampling.needs_history` or there is a grammar."""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ class Section:
     start: Ints = field(default_factory=_empty)  # [rows] first position, or FROM_DEVICE
     num_drafts: Ints = field(default_factory=_empty)  # [rows]
     tree: Ints = field(default_factory=_empty)  # [rows] draft tree id, 0 = a chain
-    flags: Ints = field(default_factory=_empty)  # [rows] SAMPLE | PROMPT_LOGPROBS | HOST_TOKEN
+    flags: Ints = field(default_factory=_empty)  # [rows] SAMPLE | PROMPT_LOGPROBS | ...
     num_context_rows: int = 0
     ids: Ints = field(default_factory=_empty)  # [sum of num_tokens over context rows]
     next_ids: Ints = field(default_factory=_empty)  # [context rows] the prompt token after the chunk, -1 at the end
@@ -147,7 +153,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Work that is no step: adapters, memory release, profiling. `id` comes back in the result."""
+    """Work that is no step: grammars, adapters, memory release, profiling. `id` comes back in the result."""
 
     id: int
     name: str
@@ -195,6 +201,7 @@ class SectionResult:
     )  # by row, the chunk's targets
     logits: dict[int, Any] = field(default_factory=dict[int, Any])  # by row, in one process only
     errors: dict[int, str] = field(default_factory=dict[int, str])  # by row: this row's work failed, the rest holds
+    hidden: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[np.float32]])  # by row, [hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +213,28 @@ class StepResult:
     failed_copies: Ints = field(default_factory=_empty)
     """Transfers and loads whose destination holds nothing."""
     finished_commands: dict[int, Any] = field(default_factory=dict[int, Any])
+    """By command, what came of it. `compile_grammar`: what is wrong with the grammar, "" when it is compiled."""
     forward_s: float = 0.0
-    """From when the step was begun, on a GPU behind the one before it, until its tokens were on the host."""
+    """The device's time for the step's rows; on a CPU from when the step was begun until its tokens were there."""
+    idle_s: float = 0.0
+    """On a GPU, what it waited for this step after it had ended the one before."""
+    num_eager: int = 0
+    """Since the start: steps of generation rows alone that ran without a CUDA graph although there are graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of what one layer keeps of each token: K, V, a latent, the keys of an indexer or their scales."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one token, on one rank: (heads, features) or (features,)."""
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A layer group: layers of one KV shape, dtype and window, with a block pool of its own.
+    """A layer group: layers that keep the same regions over the same window, with a block pool of its own.
 
     Recurrent layers form groups of `state_bytes` > 0: a block of theirs is a snapshot of all their states at one
     position, and the live states are the engine's, one a slot.
@@ -230,6 +252,10 @@ class GroupSpec:
     """First tokens that stay in reach of a window group's queries."""
     state_bytes: int = 0
     """Recurrent state of one sequence over all layers of the group, on one rank."""
+    attention: str = "heads"
+    """The kind of attention that reads its blocks."""
+    regions: tuple[Region, ...] = ()
+    """Of each layer; () is K and V of `num_kv_heads` times `head_dim`. None are a recurrent group's."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -269,10 +295,16 @@ class EngineFacts:
     """Memory this rank may still use, after loading."""
     device: str
     num_sections: int = 1
+    hidden_size: int = 0
+    """Of a hidden state after the last norm; 0: this engine gives none."""
     fingerprint: str = ""
     """Of all that changes K and V besides tokens and adapters: weights, dtypes, shapes, ranks. Names kept blocks."""
     copy_bytes_per_s: float = 0.0
     """Between device and host; 0.0 is unknown."""
+    graph_bytes: int = 0
+    """What CUDA graphs will take at most."""
+    kept_bytes: int = 0
+    """Weights for speculation, mapped from the checkpoint on the host."""
 
 
 class EnginePort(Protocol):

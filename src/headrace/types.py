@@ -77,6 +77,10 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
     diversity_rate: float = 0.0
 
 
+DEFAULT_PRIORITY = 35
+"""Of a KV block that nobody gave one, and of one whose time is over; 0 is evicted first, 100 last."""
+
+
 class RetentionRange(msgspec.Struct, frozen=True, array_like=True):
     """Priority of the blocks that hold these prompt tokens."""
 
@@ -93,7 +97,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How long one request's blocks should stay (TensorRT-LLM's KvCacheRetentionConfig)."""
 
     ranges: tuple[RetentionRange, ...] = ()
-    decode_priority: int = 35
+    decode_priority: int = DEFAULT_PRIORITY
     decode_duration_s: float | None = None
 
 
@@ -114,6 +118,18 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     length: int
     digest: bytes
     """128 bits or more over the decoded content and the processor's options."""
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output must match, from its first token or from where the model has ended its reasoning."""
+
+    kind: Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    spec: str = ""
+    """JSON of the schema, of the list of choices or of the structural tag's `format`; the expression; the grammar."""
+    starts_after: tuple[int, ...] = ()
+    """Token ids that together end the reasoning; what comes before and they themselves are free. () is at once."""
+    param: str = "guided_decoding"
+    """The caller's field that it came from, for errors."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -148,6 +164,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pin: str = ""
     """Keep the prompt's blocks under this name until `unpin`, whatever the pressure."""
     beam: BeamSearch | None = None
+    grammar: Grammar | None = None
+    pooling: Literal["", "last", "mean"] = ""
+    """Instead of tokens: the hidden state of the prompt's last token, or the mean of all of them. The request ends
+    there; it finds nothing in the cache and leaves nothing there."""
     label: str = ""
     """The id the user sees, for the log line of the terminal state."""
 
@@ -182,13 +202,17 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token: int | None = None
     """The stop id that ended the sequence; it is the last of `tokens`."""
     error: str = ""
+    param: str = ""
+    """The caller's field that the error is about; "" when the caller is not at fault."""
     cached_tokens: int = 0
     times: RequestTimes | None = None
-    """With the terminal delta."""
+    """With the first token, and with the terminal delta."""
     beams: list[Beam] | None = None
     """With the terminal delta of a beam search, best first."""
     logits: Any = None
     """Offline only: what `Sampling.return_logits` asked for, a tensor [tokens, vocab]."""
+    embedding: bytes = b""
+    """float32 [hidden], with the terminal delta of a request with `pooling`."""
 
 
 class Beam(msgspec.Struct, frozen=True, kw_only=True):

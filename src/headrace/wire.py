@@ -1,6 +1,6 @@
 """Messages between front ends (LLM, HTTP processes) and the runtime: msgpack, never pickle.
 
-A front end owns a range of request ids (`FrontEnd.id_base`), so the runtime routes an output by its
+A front end owns a range of request ids (`FRONT_SHIFT`), so the runtime routes an output by its
 id alone. The common output, one token for a running request, travels as two flat arrays.
 """
 
@@ -36,7 +36,26 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
-    """Drain the iteration statistics; answered by Stats."""
+    """The iteration statistics; answered by Stats."""
+
+    drain: bool = True
+    """All since the last time, each once; otherwise only the state now."""
+
+
+class GetMetrics(msgspec.Struct, frozen=True, tag="get_metrics"):
+    """Read the runtime's counters and gauges, as often as wanted; answered by Metrics."""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, tag="profile"):
+    """Begin or end a trace of the engine; answered by Profiled, when it has begun or is written."""
+
+    start: bool
+    num_steps: int = 0
+    """The trace ends by itself after so many steps; 0 is with the next Profile message."""
+    start_step: int = 0
+    """Steps that are let pass first."""
+    activities: list[str] = []
+    """Of "CPU" and "GPU"; none is what the device has."""
 
 
 class GetKvEvents(msgspec.Struct, frozen=True, tag="get_kv_events"):
@@ -73,6 +92,17 @@ class ReuseInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.granularity > 0
 
 
+class Startup(msgspec.Struct, frozen=True, kw_only=True):
+    """What was logged at start."""
+
+    memory: dict[str, Any] = {}
+    """The memory plan of a rank (`MemoryTable.as_dict`)."""
+    settings: dict[str, Any] = {}
+    """The resolved configuration."""
+    seconds: float = 0.0
+    """How long it took."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a front end needs to validate requests, settled at start."""
 
@@ -80,6 +110,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     vocab_size: int
     num_valid_ids: int
+    hidden_size: int = 0
+    """Of embeddings; 0: this engine gives none."""
     max_seq_len: int
     max_num_tokens: int
     max_batch_size: int
@@ -88,11 +120,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_num_blocks: int
     tokens_per_block: int
     reuse: ReuseInfo = ReuseInfo(granularity=0)
-    memory: dict[str, Any] = {}
-    """The memory plan of a rank (`MemoryTable.as_dict`), as logged at start."""
-    settings: dict[str, Any] = {}
-    """The resolved configuration, as printed."""
-    startup_s: float = 0.0
+    startup: Startup = Startup()
 
     @property
     def max_kv_tokens(self) -> int:
@@ -114,6 +142,42 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     iterations: list[dict[str, Any]]
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One value of a metric, by the name it has in the reference."""
+
+    name: str
+    value: float
+    labels: dict[str, str] = {}
+
+
+class Distribution(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram: how many values were at most each bound, and above the last."""
+
+    name: str
+    bounds: list[float]
+    counts: list[int]
+    """One more than `bounds`; not cumulative."""
+    total: float
+    """The sum of the values."""
+
+
+class Metrics(msgspec.Struct, frozen=True, tag="metrics"):
+    """Of the runtime, whatever front end asks."""
+
+    gauges: list[Sample] = []
+    counters: list[Sample] = []
+    """Since the start."""
+    distributions: list[Distribution] = []
+
+
+class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
+    message: str = ""
+    files: list[str] = []
+    """Names of the traces that were written."""
+    error: str = ""
+    """Why nothing was done."""
 
 
 class KvEvents(msgspec.Struct, frozen=True, tag="kv_events"):
@@ -142,9 +206,9 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
         return np.frombuffer(self.ids, np.int64), np.frombuffer(self.tokens, np.int32)
 
 
-Question = GetStats | GetKvEvents | GetPins | Unpin
+Question = GetStats | GetMetrics | Profile | GetKvEvents | GetPins | Unpin
 """What is answered, by the link's `reply`, before anything else of its sender is looked at."""
-Answer = Stats | KvEvents | Pins
+Answer = Stats | Metrics | Profiled | KvEvents | Pins
 Up = Submit | Abort | Hello | Shutdown | Question
 Down = Ready | Failed | Outputs | Answer
 

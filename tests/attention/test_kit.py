@@ -1,4 +1,4 @@
-"""Every backend file keeps the contract of tests/kits/attention.py."""
+"""Every backend of attention over heads keeps the contract of tests/kits/attention.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.kits import attention as kit
 from tests.kits.interpreter import HAS_INTERPRETER
 
 
-@pytest.fixture(params=plugins.names("attention"))
+@pytest.fixture(params=[name for name in plugins.names("attention") if "_" not in name])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     if request.param == "triton" and not HAS_INTERPRETER:
         pytest.skip("on a CPU this backend needs Triton and its interpreter")

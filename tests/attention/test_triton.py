@@ -50,6 +50,7 @@ CASES = {
     "plain": Case(head_dim=64, block_size=32, lengths=(37, 1)),
     "cap, sinks and window": Case(soft_cap=4.0, has_sinks=True, window=20, group=3, lengths=(33, 5)),
     "window and first tokens": Case(window=9, sink_tokens=5, lengths=(40,)),
+    "chunks": Case(window=9, is_chunked=True, lengths=(40, 18)),
     "half": Case(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, head_dim=72, group=5, num_kv_heads=1, lengths=(45, 3)),
     "FP8 cache": Case(dtype=torch.bfloat16, kv_dtype=FP8, head_dim=32, block_size=16, lengths=(40, 17)),
     "wide heads": Case(dtype=torch.bfloat16, kv_dtype=FP8, head_dim=256, num_kv_heads=1, lengths=(20, 17)),

@@ -64,8 +64,8 @@ def test_throughput_from_end_to_end(model: Path, tmp_path: Path) -> None:
         "type": "llama",
         "dtype": "float32",
     }
-    assert report["workload"]["input_len"] == {"mean": 20.0, "min": 20, "max": 20}
-    result = report["result"]
+    assert report["workload"]["input_len"] == {"mean": 20.0, "min": 20, "max": 20} and report["schema_version"] == 2
+    result = report["points"][0]["result"]
     assert (result["num_done"], result["input_tokens"], result["output_tokens"]) == (5, 100, 30)
     assert result["num_steps"] == len(steps) == 6
     assert sum(step["inflightBatchingStats"]["numCtxTokens"] for step in steps) == 100
@@ -128,7 +128,7 @@ def test_requests_that_fail_are_in_the_report_and_the_exit_code(
     result = run("throughput", model, "--dataset", path, "--warmup", 0, "--report_json", report, *SMALL)
     assert result.exit_code == 1
     assert "1 of 2 done" in result.stdout and "headrace: request 1: " in result.stderr
-    assert json.loads(report.read_text())["result"]["num_failed"] == 1
+    assert json.loads(report.read_text())["points"][0]["result"]["num_done"] == 1
 
 
 def changed_settings(model: Path, tmp_path: Path, *arguments: object) -> dict[str, Any]:
@@ -174,6 +174,10 @@ def test_bad_input_is_one_line(model: Path, arguments: list[str], message: str) 
     ("arguments", "message"),
     [
         (["throughput", "--concurrency", "0"], "--concurrency"),
+        (["throughput", "--concurrency", "1,x"], "numbers with commas"),
+        (["throughput", "--request_rate", "0"], "must be above 0"),
+        (["throughput", "--request_rate", "1", "--concurrency", "2"], "two kinds of load: keep one"),
+        (["throughput", "--slo", "itl=3"], "must be ttft=MS, tpot=MS or e2e=MS"),
         (["throughput", "--eos_id", "-2"], "--eos_id"),
         (["-m", "a", "latency", "b"], "keep one"),
     ],
@@ -194,3 +198,36 @@ def test_help_loads_no_torch() -> None:
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0, shown.stderr
     assert "--report_json" in shown.stdout
+
+
+def test_a_sweep_has_a_point_for_each_load_and_its_page_and_figures(model: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.json" for name in ("a", "b")}
+    common = ("throughput", model, "--num_requests", 4, "--input_len", 8, "--output_len", 4, "--warmup", 1)
+    table = done(*common, "--concurrency", "1,4", "--slo", "ttft=60000", "--slo", "e2e=0.0001", "--report_json",
+                 files["a"],
+                 "--html", tmp_path / "page.html", "--plots", tmp_path / "plots")  # fmt: skip
+    report = json.loads(files["a"].read_text())
+    assert [point["load"]["concurrency"] for point in report["points"]] == [1, 4]
+    assert [point["result"]["cached_tokens"] for point in report["points"]] == [0, 0]
+    assert all(point["goodput"]["num_requests"] == 0 for point in report["points"])  # nothing ends in 0.1 us
+    assert "1 at a time" in table and "goodput" in table
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/png;base64,") == len(list((tmp_path / "plots").glob("*.png"))) >= 5
+    assert "http" not in page.replace("http://localhost", "") and 'src="/' not in page
+
+    done(*common, "--request_rate", "50", "--report_json", files["b"])
+    assert json.loads(files["b"].read_text())["points"][0]["load"]["pattern"] == "poisson"
+    wrong = run("compare", files["a"], files["b"])
+    assert isinstance(wrong.exception, ValueError) and "no load in common" in str(wrong.exception)
+    same = run("compare", files["a"], files["a"], "--fail_if_worse")
+    assert same.exit_code == 0 and "0 better" in same.stdout and "0 worse" in same.stdout
+
+
+def test_prepared_files_are_datasets(model: Path, tmp_path: Path) -> None:
+    path, output = tmp_path / "set.jsonl", tmp_path / "out.json"
+    shown = run("-m", model, "prepare-dataset", "-o", path, "multi-turn", "--num_conversations", 2, "--num-turns", 3,
+                "--system_len", 8, "--turn_len", 4, "--output_len", 2)  # fmt: skip
+    assert shown.exit_code == 0 and "2 lines" in shown.stdout, shown.output
+    done("throughput", model, "--dataset", path, "--output_json", output, "--warmup", 1, "--concurrency", 1)
+    assert [row["task_id"] for row in json.loads(output.read_text())] == [0, 0, 0, 1, 1, 1]
+    assert "give --model MODEL" in run("prepare-dataset", "-o", path, "fixed").stderr

@@ -11,6 +11,7 @@ import pytest
 
 from headrace import wire
 from headrace.bench.drive import Driver, check_tasks
+from headrace.bench.pace import Closed, Open
 from headrace.bench.workload import Task
 from headrace.config.llm_args import LlmArgs
 from headrace.engine.instant import InstantEngine
@@ -89,7 +90,7 @@ def test_all_at_once_is_one_message() -> None:
 def test_concurrency_is_kept(concurrency: int) -> None:
     driver, (runtime,) = watched()
     with driver:
-        record = driver.run(TASKS, concurrency=concurrency)
+        record = driver.run(TASKS, pace=Closed(concurrency))
     assert runtime.most_in_flight == concurrency
     assert [request.label for requests in runtime.sent for request in requests] == [f"bench-{i}" for i in range(20)]
     assert record.num_output.tolist() == [task.num_output for task in TASKS]
@@ -188,3 +189,34 @@ def test_what_can_only_fail_is_refused_first(task: Task, changes: dict[str, Any]
 def test_what_just_fits_is_taken() -> None:
     check_tasks([Task(0, [1] * 30, 3), Task(1, [89] * 20, 1)], INFO)
     check_tasks([Task(0, [1] * 20, 3)], msgspec.structs.replace(INFO, enable_chunked_prefill=False))
+
+
+def test_arrivals_by_the_clock_don_t_wait_for_answers() -> None:
+    driver, (runtime,) = watched()
+    arrivals = [0.0, 0.01, 0.01, 0.05]
+    with driver:
+        record = driver.run(TASKS[:4], pace=Open(arrivals))
+    assert [len(requests) for requests in runtime.sent] != [4]
+    assert (record.start_s - record.start_s[0]).tolist() == pytest.approx(arrivals)  # when due, not when sent
+    assert record.num_output.tolist() == [task.num_output for task in TASKS[:4]]
+
+
+@pytest.mark.parametrize("pace", [Closed(1), Closed(), Open([0.0, 0.0, 0.0, 0.01])])
+def test_a_later_turn_is_asked_behind_the_answer_before_it(pace: Closed | Open) -> None:
+    turns = [Task(0, [1, 2], 3), Task(0, [3], 2, after=0), Task(0, [4], 1, after=1), Task(1, [9], 2)]
+    driver, (runtime,) = watched()
+    with driver:
+        record = driver.run(turns, pace=pace)
+    first, second, third, other = (list(task.prompt) for task in record.tasks)
+    answers = record.output_ids()
+    assert second == first + answers[0] + [3] and third == second + answers[1] + [4] and other == [9]
+    asked = {
+        request.label: request.prompt for requests in runtime.sent for request in requests if len(request.prompt) > 2
+    }
+    assert third in asked.values()
+    assert record.num_output.tolist() == [3, 2, 1, 2]
+    assert record.start_s[1] >= record.end_s[0]
+    if pace == Closed(1):  # a conversation goes on before the next one begins
+        assert record.start_s[3] >= record.end_s[2]
+    with pytest.raises(ValueError, match="needs 51 tokens"):
+        check_tasks([Task(0, [1] * 15, 10), Task(0, [1] * 25, 1, after=0)], INFO)

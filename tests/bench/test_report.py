@@ -2,16 +2,33 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import wire
+from headrace.bench.compare import compare, comparison_table
+from headrace.bench.page import as_page
 from headrace.bench.record import Record
-from headrace.bench.report import Spread, as_table, make_report, output_rows, request_rows, workload_facts
+from headrace.bench.report import (
+    Load,
+    Point,
+    Report,
+    Slo,
+    Spread,
+    Workload,
+    make_point,
+    output_rows,
+    read_report,
+    request_rows,
+    write_report,
+)
+from headrace.bench.table import as_table
 from headrace.bench.workload import Task
 from headrace.types import Delta, RequestTimes
 
@@ -21,7 +38,17 @@ FACTS: dict[str, Any] = {
     "machine": {"device": "a processor", "versions": {"headrace": "0", "torch": "1"}},
     "memory": {"kv_cache_tokens": 1000, "peak_rss_bytes": 3 << 20, "device_peak_bytes": None},
     "startup_s": 1.5,
+    "date": "2026-01-01",
+    "settings": {},
 }
+CLOSED = Load(pattern="closed")
+
+
+def report_of(*points: Point, tasks: Any, **changes: Any) -> Report:
+    workload = Workload.of(tasks, dataset="random", seed=0, warmup=0, eos_id=-1)
+    return Report(
+        **{"kind": "throughput", "num_gpus": 2, **FACTS, "workload": workload, "points": list(points), **changes}
+    )
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -85,34 +112,94 @@ def test_times_by_request(record: Record) -> None:
     assert record.queue_s()[:2].tolist() == [1.0, 1.0] and np.isnan(record.queue_s()[2])
 
 
-def test_report(record: Record) -> None:
-    workload = {"dataset": "random", "concurrency": None, **workload_facts(record.tasks)}
-    report = make_report(record, kind="throughput", facts={**FACTS, "workload": workload})
-    assert report["result"] == {
+def test_report(record: Record, tmp_path: Path) -> None:
+    point = make_point(record, CLOSED, num_gpus=2, slo=Slo(ttft_s=2.5))
+    result = json.loads(msgspec.json.encode(point.result))
+    assert result.pop("output_tokens_per_s_per_user") == pytest.approx((4 / 7 + 1 / 3) / 2)
+    assert result.pop("decode_tokens_per_s_per_user") == pytest.approx(3 / 5)
+    assert result == {
         "duration_s": 7.0,
         "num_requests": 3,
         "num_done": 2,
-        "num_failed": 1,
         "first_errors": ["request 7: too long"],
         "input_tokens": 16,
         "output_tokens": 5,
         "cached_tokens": 4,
-        "cache_hit_rate": 0.25,
         "num_steps": 5,
         "requests_per_s": 2 / 7,
         "output_tokens_per_s": 5 / 7,
         "total_tokens_per_s": 3.0,
+        "output_tokens_per_s_per_gpu": 5 / 14,
         "mean_concurrency": 2.0,
     }
-    assert report["workload"]["input_len"] == {"mean": pytest.approx(16 / 3), "min": 2, "max": 10}
-    assert set(report["latency"]) == {"queue_s", "ttft_s", "tpot_s", "itl_s", "e2e_s"}
-    assert report["latency"]["ttft_s"] == {"mean": 2.5, "min": 2.0, "p50": 2.5, "p90": 2.9, "p99": 2.99, "max": 3.0}
-    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert set(point.latency) == {"queue_s", "ttft_s", "tpot_s", "itl_s", "e2e_s"}
+    ttft = point.latency["ttft_s"]
+    assert ttft is not None
+    assert (ttft.mean, ttft.min, ttft.p50, ttft.p90, ttft.p99, ttft.max) == pytest.approx((2.5, 2, 2.5, 2.9, 2.99, 3))
 
+    report = report_of(point, tasks=record.tasks)
+    path = tmp_path / "report.json"
+    write_report(report, path)
+    assert read_report(path) == report and json.loads(path.read_text())["schema_version"] == 2
     table = as_table(report)
-    assert "2 of 3 done, all at once" in table and "0.7 output tokens/s" in table
-    (ttft,) = [line for line in table.splitlines() if "TTFT" in line]
-    assert ttft.split()[-4:] == ["2,500.00", "2,500.00", "2,900.00", "2,990.00"]
+    assert "2 of 3 done, all at once" in table and "0.7 output tokens/s" in table and "1 of 3 requests (33.3%)" in table
+    (line,) = [line for line in table.splitlines() if "TTFT" in line]
+    assert line.split()[-4:] == ["2,500.00", "2,500.00", "2,900.00", "2,990.00"]
+
+
+def test_goodput_counts_what_keeps_every_limit(record: Record) -> None:
+    def num_met(**limits: float) -> int:
+        goodput = make_point(record, CLOSED, slo=Slo(**limits)).goodput
+        assert goodput is not None
+        return goodput.num_requests
+
+    assert num_met(ttft_s=3.0) == 2 and num_met(ttft_s=2.0) == 1 and num_met(ttft_s=1.9) == 0
+    assert num_met(tpot_s=1.0) == 1  # the request with one token has no TPOT, the other one's is 5/3
+    assert num_met(ttft_s=2.0, e2e_s=6.0) == 0
+
+
+def test_what_is_no_report_is_refused(tmp_path: Path, record: Record) -> None:
+    path = tmp_path / "r.json"
+    with pytest.raises(ValueError, match="give a file that --report_json wrote"):
+        read_report(path)
+    for text, problem in (
+        ("{}", "schema_version is None"),
+        ('{"schema_version": 9}', "measure again"),
+        ('{"schema_version": 2}', "missing required field `kind`"),
+        ("[", "is no report"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=problem):
+            read_report(path)
+
+
+def test_comparing(record: Record) -> None:
+    point = make_point(record, CLOSED)
+    slower = msgspec.structs.replace(point.result, output_tokens_per_s=point.result.output_tokens_per_s * 0.9)
+    faster = dict(point.latency)
+    ttft = point.latency["ttft_s"]
+    assert ttft is not None
+    faster["ttft_s"] = msgspec.structs.replace(ttft, p99=ttft.p99 / 2)
+    before = report_of(point, tasks=record.tasks)
+    after = report_of(
+        msgspec.structs.replace(point, result=slower, latency=faster),
+        msgspec.structs.replace(point, load=Load(pattern="closed", concurrency=3)),
+        tasks=record.tasks,
+        settings={"max_batch_size": 3},
+    )
+    found = compare(before, after)
+    changed = {change.metric.name: change.verdict for change in found.changes if change.verdict != "same"}
+    assert changed == {"output tokens/s": "worse", "TTFT p99": "better"} and found.num_worse == 1
+    assert found.differences == ["settings: {} against None", "settings.max_batch_size: None against 3",
+                                 "only in one of them: 3 at a time"]  # fmt: skip
+    assert "1 better" in comparison_table(found) and "1 worse" in comparison_table(found)
+    assert compare(before, after, threshold=0.6).num_worse == 0
+
+
+def test_the_page_escapes_what_it_shows(record: Record) -> None:
+    report = report_of(make_point(record, CLOSED), tasks=record.tasks, model={**FACTS["model"], "name": "<script>x"})
+    page = as_page(report, {"one": b"PNG"})
+    assert "<script>" not in page and "&lt;script&gt;x" in page and "data:image/png;base64,UE5H" in page
 
 
 def test_rows_by_request(record: Record) -> None:
@@ -130,7 +217,7 @@ def test_rows_by_request(record: Record) -> None:
 def test_a_latency_that_nobody_has_leaves_its_line_out() -> None:
     messages = [(2.0, outputs(1, {}, end(0, [7], times=RequestTimes(first_scheduled_s=1.5))))]
     record = Record.of([Task(0, [1], 1)], [1.0], messages, first_id=FIRST_ID, steps_before=0)
-    workload = {"dataset": "random", "concurrency": 1, **workload_facts(record.tasks)}
-    report = make_report(record, kind="latency", facts={**FACTS, "workload": workload})
-    assert report["latency"]["tpot_s"] is None and report["latency"]["itl_s"] is None
-    assert "TPOT" not in as_table(report) and "TTFT" in as_table(report)
+    point = make_point(record, CLOSED)
+    assert point.latency["tpot_s"] is None and point.latency["itl_s"] is None
+    table = as_table(report_of(point, tasks=record.tasks))
+    assert "TPOT" not in table and "TTFT" in table

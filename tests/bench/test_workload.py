@@ -75,7 +75,7 @@ def test_a_bad_line_is_named(line: Any, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("field", ["turns", "media_paths", "lora_request"])
+@pytest.mark.parametrize("field", ["media_paths", "lora_request"])
 def test_what_is_not_built_is_refused(field: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"set\.jsonl:1: {field} is not built yet"):
         read({"input_ids": [1], "output_tokens": 1, field: ["x"]})

@@ -260,6 +260,18 @@ def test_ctrl_c_while_loading(checkpoint: Path, tmp_path: Path, command: str) ->
     assert log.read_text().split()[-1] == ("stopped" if command == "serve" else "interrupted")
 
 
+def test_a_killed_server_takes_its_processes_along(checkpoint: Path, tmp_path: Path) -> None:
+    """Its runtime notices that it is alone. On the way: a public address without a key is told."""
+    log = tmp_path / "log"
+    flags = ("--host", "0.0.0.0", "--port", "0", "--engine_threads", "1")
+    with started("serve", checkpoint, *flags, log=log) as server:
+        assert until(lambda: "loading" in log.read_text())
+        assert "0.0.0.0: everybody who reaches this address can use the server" in log.read_text()
+        server.kill()
+        assert server.wait(LIMIT_S) == -signal.SIGKILL
+        assert until(lambda: not _group_exists(server.pid), 10)
+
+
 def test_sigterm_with_open_streams(checkpoint: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

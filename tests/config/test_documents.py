@@ -179,7 +179,7 @@ BLOCKS = {
     "glm_mtp": (GLM_MTP, MTP_REFUSED),
     "glm_nvfp4": (GLM_NVFP4, set[str]()),
     "kimi": (KIMI, ATTENTION_DP),
-    "kimi_reuse": (KIMI_REUSE, {"kv_cache_config.mamba_state_config"}),
+    "kimi_reuse": (KIMI_REUSE, set[str]()),
     "minimax": (MINIMAX, set[str]()),
     "gpt_oss": (GPT_OSS, set[str]()),
     "low_latency_16": (LOW_LATENCY.replace("16 or 32", "16"), MTP_REFUSED),

@@ -15,7 +15,6 @@ from headrace.cli.options import (
     LLM_FLAGS,
     SERVER_FLAGS,
     SERVING_LLM_FLAGS,
-    args_from_click,
     llm_options,
     resolved_from_click,
     serve_options,
@@ -150,9 +149,9 @@ def test_log_level_of_flag_and_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_missing_features_are_refused_with_their_flag() -> None:
-    result = run("m", "--tool_parser", "qwen3", "--enable_attention_dp", "--agent_types", "a, b")
+    result = run("m", "--grpc", "--enable_attention_dp", "--agent_types", "a, b")
     assert result.exit_code == 2
-    assert "--tool_parser: tool_parser: not available yet (tool parsers)" in result.output
+    assert "--grpc: grpc: not available yet (gRPC)" in result.output
     assert "--enable_attention_dp: enable_attention_dp: not available yet" in result.output
     assert "--agent_types: reorder_policy_config: not available yet" in result.output
 
@@ -203,7 +202,7 @@ def test_options_of_commands_without_a_server() -> None:
     @llm_options
     @click.pass_context
     def chat(ctx: click.Context) -> None:
-        click.echo(str(args_from_click(ctx, "m").max_batch_size))
+        click.echo(str(resolved_from_click(ctx, "m").args.max_batch_size))
 
     assert CliRunner().invoke(chat, ["--max_batch_size", "3"]).output == "3\n"
     assert CliRunner().invoke(chat, ["--port", "3"]).exit_code == 2

@@ -51,8 +51,6 @@ def other_value(path: str) -> Any:
         "encoder_cuda_graph_config": {}, "multimodal_config": {"video_pruning_rate": 0.5},
         "moe_config.load_balancer": "f.yaml",
         "kv_cache_config.kv_events_config": {},
-        "kv_cache_config.mamba_ssm_cache_dtype": "float32",
-        "kv_cache_config.mamba_state_config": {"periodic_snapshot_interval": 64},
         "ray_placement_config": {}, "ray_worker_nsight_options": {}, "mla_skip_correction_threshold": 4.0,
         "kv_cache_config.cross_kv_cache_fraction": 0.5,
     }  # fmt: skip
@@ -86,7 +84,7 @@ HELPERS = {
 """What has to be set too, so that only the missing feature is wrong."""
 
 
-@pytest.mark.parametrize("path", [path for path in UNBUILT if path != "kv_cache_config.mamba_state_cache_interval"])
+@pytest.mark.parametrize("path", UNBUILT)
 def test_what_is_missing_is_refused_by_name(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(arguments={**nested(path, other_value(path)), **HELPERS.get(path, {})}, needs_model=False)
@@ -102,7 +100,6 @@ def test_what_is_missing_is_refused_by_name(path: str) -> None:
         ({"load_format": "gms"}, "load_format"),
         ({"checkpoint_format": "MX"}, "checkpoint_format"),
         ({"moe_expert_parallel_size": 2, "tensor_parallel_size": 2}, "moe_expert_parallel_size"),
-        ({"model_impl": "transformers"}, "model_impl"),
         ({"kv_cache_config": {"dtype": "nvfp4"}}, "kv_cache_config.dtype"),
         ({"kv_cache_config": {"kv_cache_event_hash_algo": "v1_block_key"}}, "kv_cache_config.kv_cache_event_hash_algo"),
         ({"cache_transceiver_config": {"backend": "UCX"}}, "cache_transceiver_config.backend"),
@@ -133,24 +130,24 @@ def test_harmless_values_of_missing_features_pass() -> None:
 
 
 def test_tuning_is_accepted_with_one_line() -> None:
-    arguments = {"torch_compile_config": {}, "moe_config": {"backend": "TRTLLM"},
+    arguments = {"torch_compile_config": {}, "moe_config": {"disable_finalize_fusion": True},
                  "enable_autotuner": False, "kv_cache_config": {"use_kv_cache_manager_v2": True}}  # fmt: skip
     resolved = resolve(arguments=arguments, needs_model=False)
     lines = [str(note) for note in resolved.notes if "no effect" in note.message]
     assert lines == [
-        "no effect on this device: torch_compile_config, moe_config.backend, enable_autotuner, "
+        "no effect on this device: torch_compile_config, moe_config.disable_finalize_fusion, enable_autotuner, "
         "kv_cache_config.use_kv_cache_manager_v2"
     ]
     assert resolve(needs_model=False).notes == ()
 
 
 def test_server_options_that_are_missing() -> None:
-    flags = {"grpc": Typed("--grpc", True), "tool_parser": Typed("--tool_parser", "qwen3")}
+    flags = {"grpc": Typed("--grpc", True), "server_role": Typed("--server_role", "CONTEXT")}
     with pytest.raises(ConfigError) as caught:
         resolve(server_flags=flags, needs_model=False)
     assert str(caught.value).splitlines() == [
-        "--tool_parser: tool_parser: not available yet (tool parsers)",
         "--grpc: grpc: not available yet (gRPC)",
+        "--server_role: server_role: not available yet (disaggregated serving)",
     ]
 
 

@@ -33,9 +33,11 @@ def test_model_types_lead_to_files(model_type: str, name: str) -> None:
     assert model_type in known_model_types()
 
 
-def test_unknown_architectures_are_named_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="architecture 'mamba' is not known: known are .*gemma3.*llama") as raised:
-        build_model({"model_type": "mamba"}, factory())
+@pytest.mark.parametrize(("model_type", "impl"), [("mistery", "auto"), ("starcoder2", "native")])
+def test_unknown_architectures_are_named_with_the_known_ones(model_type: str, impl: str) -> None:
+    wanted = f"architecture '{model_type}' is not known: known are .*gemma3.*llama"
+    with pytest.raises(ValueError, match=wanted) as raised:
+        build_model({"model_type": model_type}, factory(), impl=impl)
     assert "\n" not in str(raised.value)
 
 

@@ -87,6 +87,16 @@ def test_one_damaged_byte_is_a_miss(tmp_path: Path, opened: list[DiskTier], at: 
     assert reads(tier, 1, 11) is not None and reads(tier, 3, 13) is not None
 
 
+def test_a_header_that_was_never_written_is_written_anew(tmp_path: Path, opened: list[DiskTier]) -> None:
+    path = write_some(tmp_path)
+    with path.open("r+b") as file:
+        file.write(bytes(HEADER_BYTES))  # a crash of the machine: the file's length was kept, its first page was not
+    tier = open_in(tmp_path)
+    opened.append(tier)
+    assert reads(tier, 1, 11) is None
+    assert tier.write(0, 1, 21, content(4)) and np.array_equal(reads(tier, 1, 21), content(4))  # type: ignore[arg-type]
+
+
 def test_a_block_in_anothers_place_is_a_miss(tmp_path: Path, opened: list[DiskTier]) -> None:
     path = write_some(tmp_path)
     data = bytearray(path.read_bytes())

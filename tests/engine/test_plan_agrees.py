@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ from headrace.config.llm_args import LlmArgs
 from headrace.engine.build import build_model
 from headrace.engine.groups import configured_reach, group_layers
 from headrace.engine.rank import Rank
+from headrace.hub.config import read_config
 from headrace.hub.rank_share import Ranks, heads_of_rank
 from headrace.hub.read_shape import read_shape
 from headrace.hub.source import resolve_model
 from headrace.layers.factory import LayerFactory
 from headrace.layers.parallel import ParallelContext, share_heads
 from headrace.quant.none import Dense
-from headrace.runtime.forecast import Forecast, Spread, forecast
+from headrace.runtime.forecast import Forecast, Spread, Stage, forecast
 from headrace.runtime.gpus import Device
 from headrace.runtime.settle import settle
 from tests.kits.model import TINY, save_tiny
+from tests.kits.tiny import MINISTRAL3_ROPE, tiny_model
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -31,9 +34,41 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": None},
     "qwen3": {"attention_bias": True},
     "gemma3_text": {},
+    "gemma2": {},
+    "gemma4_text": {
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "phi3": {"head_dim": None},
+    "olmo2": {},
+    "olmo3": {},
+    "granite": {"attention_bias": True, "mlp_bias": True},
+    "cohere2": {},
+    "exaone4": {},
+    "smollm3": {"no_rope_layers": [0, 1, 0]},
+    "seed_oss": {},
+    "glm4": {},
+    "ministral": {},
+    "ministral3": {"rope_parameters": MINISTRAL3_ROPE},
+    "nemotron": {"attention_bias": True},
+    "hunyuan_v1_dense": {},
     "llama, many heads": {"num_attention_heads": 8, "num_key_value_heads": 8},
     "llama, one KV head": {"num_key_value_heads": 1},
 }
+MODELS |= {
+    name: dict(tiny_model(name).changes)
+    for name in ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "llama4_text", "gpt_oss")
+}
+HYBRIDS = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "mamba2", "nemotron_h", "granitemoehybrid",
+)  # fmt: skip
+MODELS |= {name: dict(tiny_model(name).changes) for name in HYBRIDS}
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text")
+MODELS |= {name: dict(tiny_model(name).changes) for name in LATENT}
+MODELS["deepseek_v3, plain queries, biases"] = MODELS["deepseek_v3"] | {"q_lora_rank": None, "attention_bias": True}
+MODELS["granitemoehybrid, dense"] = MODELS["granitemoehybrid"] | {"num_local_experts": 0, "mamba_n_groups": 2}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,7 +77,8 @@ def config_of(name: str) -> dict[str, Any]:
 
     model_type = name.partition(",")[0]
     declared = AutoConfig.for_model(model_type).to_dict()
-    tiny = {key: value for key, value in {**TINY, **MODELS[name]}.items() if key in declared or key in MODELS[name]}
+    wanted = copy.deepcopy({**TINY, **MODELS[name]})  # some configs write to the lists that they are given
+    tiny = {key: value for key, value in wanted.items() if key in declared or key in MODELS[name]}
     return AutoConfig.for_model(
         model_type, **{key: value for key, value in tiny.items() if value is not None}
     ).to_dict()
@@ -53,8 +89,11 @@ def planned(config: dict[str, Any], args: LlmArgs, *, memory_bytes: int = 1 << 3
     return forecast(args, read_shape(config), Spread(Device("cpu", memory_bytes, 0), ranks))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", MODELS)
+SIZES = [(name, size) for name in MODELS for size in (1, 2, 4) if size < 4 or name.partition(",")[0] not in HYBRIDS]
+"""Heads of recurrent layers come in two groups."""
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
 def test_weights_and_groups_of_every_rank(name: str, size: int) -> None:
     config = config_of(name)
     args = LlmArgs(model="m", dtype="bfloat16", tensor_parallel_size=size)
@@ -93,30 +132,59 @@ CACHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("cache", CACHES)
-def test_pools_that_are_then_allocated(model_type: str, cache: dict[str, Any], tmp_path: Path) -> None:
-    save_tiny(tmp_path, model_type)
-    source = resolve_model(str(tmp_path))
-    args = LlmArgs.model_validate({
-        "model": str(tmp_path), "dtype": "float32", "max_num_tokens": 16, "max_batch_size": 4,
-        "kv_cache_config": {"tokens_per_block": 4, **cache},
-    })  # fmt: skip
-    engine = Rank(args, source, ParallelContext(), num_valid_ids=None)
-    facts = engine.facts
-    from headrace.hub.config import read_config
+STATE_CACHES: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen3_next", 1, {"max_tokens": 512, "mamba_ssm_cache_dtype": "bfloat16"}),
+    ("qwen3_next", 2, {"max_gpu_total_bytes": 200_000, "mamba_state_config": {"periodic_snapshot_interval": 16}}),
+    ("nemotron_h", 2, {"max_tokens": 512, "mamba_ssm_cache_dtype": "float16", "mamba_state_cache_interval": 8}),
+    ("mamba2", 1, {"max_tokens": 512, "mamba_state_config": {"additional_snapshot_offsets_from_end": [8]}}),
+    ("granitemoehybrid", 2, {"max_tokens": 512, "host_cache_size": 100_000}),
+]
 
+
+@pytest.mark.parametrize(("model_type", "size", "cache"), STATE_CACHES)
+def test_states_that_are_then_allocated(model_type: str, size: int, cache: dict[str, Any], tmp_path: Path) -> None:
+    """The memory table's rows of live states and of snapshots are what a rank takes."""
+    engine, forecasted = open_planned(model_type, cache, tmp_path, tensor_parallel_size=size)
+    try:
+        assert forecasted.settled is not None
+        rows = {row.name: row for row in forecasted.settled.memory.rows}
+        live = engine.memory.states.size_bytes
+        assert rows["recurrent states"].size_bytes == live > 0
+        (group,) = [group for group in engine.groups if group.is_recurrent]
+        assert group.dtype == cache.get("mamba_ssm_cache_dtype", "float32")
+        assert live == (forecasted.settled.sizes.num_slots + 1) * group.state_bytes
+    finally:
+        engine.close()
+
+
+def open_planned(model_type: str, cache: dict[str, Any], folder: Path, **changes: Any) -> tuple[Rank, Stage]:
+    """The first rank with its pools, and what was planned; both agree on groups, weights and pools."""
+    save_tiny(folder, model_type)
+    source = resolve_model(str(folder))
+    args = LlmArgs.model_validate({
+        "model": str(folder), "dtype": "float32", "max_num_tokens": 16, "max_batch_size": 4,
+        "kv_cache_config": {"tokens_per_block": 4, **cache}, **changes,
+    })  # fmt: skip
+    engine = Rank(args, source, ParallelContext(0, args.tensor_parallel_size), num_valid_ids=None)
+    facts = engine.facts
     (stage,) = planned(read_config(source), args, memory_bytes=facts.free_bytes + facts.weight_bytes).stages
     assert stage.facts.groups == facts.groups
     assert (stage.facts.weight_bytes, stage.facts.activation_bytes) == (facts.weight_bytes, facts.activation_bytes)
     settled = settle(args, facts)
     assert stage.settled is not None and stage.settled.sizes == settled.sizes
     engine.allocate(settled.sizes)
+    rows = [row.size_bytes for row in stage.settled.memory.rows if row.name.startswith(("KV: ", "snapshots: "))]
+    assert sum(rows) == engine.memory.pools.size_bytes
+    assert configured_reach(args.kv_cache_config, longest=facts.max_position) == engine.reach
+    return engine, stage
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_pools_that_are_then_allocated(model_type: str, cache: dict[str, Any], tmp_path: Path) -> None:
+    engine, _ = open_planned(model_type, cache, tmp_path)
     try:
-        rows = {row.name: row.size_bytes for row in stage.settled.memory.rows if row.name.startswith("KV: ")}
-        assert sum(rows.values()) == engine.memory.pools.size_bytes
         if "max_gpu_total_bytes" in cache:
             assert engine.memory.pools.size_bytes <= cache["max_gpu_total_bytes"]
-        assert configured_reach(args.kv_cache_config, longest=facts.max_position) == engine.reach
     finally:
         engine.close()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.attention.port import AttentionSpec, AttentionStep
 from headrace.attention.torch import TorchAttention
+from headrace.engine.backends import Backends
 from headrace.engine.groups import dtype_name, dtype_named, group_layers
 from headrace.engine.pools import KvPools
 from headrace.engine.runner import Runner
@@ -111,8 +112,8 @@ def runner(log: list[str]) -> Runner:
     """Three layers: the middle one in a group of its own."""
     layers = [FakeLayer(0, log), FakeLayer(1, log, window=2), FakeLayer(2, log)]
     groups = group_layers(layers, torch.float32)
-    backend = SpyAttention(log)
-    return Runner(FakeModel(layers, log), backend, KvPools(groups, [5, 3], block_size=4, backend=backend))
+    backends = Backends(chosen=[SpyAttention(log)])
+    return Runner(FakeModel(layers, log), backends, KvPools(groups, [5, 3], block_size=4, backends=backends))
 
 
 def test_the_loop_in_order(runner: Runner, log: list[str]) -> None:

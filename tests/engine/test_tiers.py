@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.attention.torch import TorchAttention
+from headrace.engine.backends import Backends
 from headrace.engine.disk import BlockFile
 from headrace.engine.tiers import Memory
 from headrace.layers.port import StateSpec
-from headrace.seam import DEVICE, DISK, HOST, GroupSpec, PoolSizes, Section, int_rows
+from headrace.seam import DEVICE, DISK, HOST, ExternalWork, GroupSpec, PoolSizes, Section, int_rows
+from headrace.transfer.port import KvMemory, NoWorker, WorkerConnector
 
 KV = GroupSpec((0, 1), 2, 8, "float32", bytes_per_token=2 * 2 * 2 * 8 * 4)
 STATE = StateSpec(((5,), (2, 3)), (torch.float32, torch.bfloat16))
@@ -28,7 +29,9 @@ NUM_BLOCKS = 8
 def make(tmp_path: Path) -> Iterator[Callable[..., Memory]]:
     made: list[Memory] = []
 
-    def make(*, device: str = "cpu", host: bool = True, disk: bool = True) -> Memory:
+    def make(
+        *, device: str = "cpu", host: bool = True, disk: bool = True, connector: WorkerConnector | None = None
+    ) -> Memory:
         sizes = PoolSizes(
             (NUM_BLOCKS, NUM_BLOCKS),
             3,
@@ -41,10 +44,11 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Memory]]:
                 GROUPS,
                 sizes,
                 block_size=4,
-                backend=TorchAttention(),
+                backends=Backends(),
                 states={2: STATE},
                 device=torch.device(device),
                 fingerprint="f",
+                connector=connector,
             )
         )
         return made[-1]
@@ -277,3 +281,31 @@ def test_many_copies_under_load_on_a_gpu(make: Callable[..., Memory]) -> None:
         memory.reports()
     assert int(wrong) == 0
     assert [device_block(memory, 0, block) for block in range(1, NUM_BLOCKS)] == expected[DEVICE][1:]
+
+
+class Storing(NoWorker):
+    """Saves block 1 of group 0 and loads block 3, at once."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def register_kv_caches(self, memory: KvMemory) -> None:
+        self.memory = memory
+
+    def wait_for_save(self, meta: object) -> None:
+        self.saved += np.unique(self.memory.read(0, [1])).tolist()
+
+    def start_load_kv(self, meta: object) -> None:
+        self.memory.write(0, [3], np.full((1, KV.block_bytes(4)), 77, np.uint8))
+
+
+def test_a_connector_saves_before_the_copies_and_loads_behind_them(make: Callable[..., Memory]) -> None:
+    """What a copy of the plan overwrites is still to be saved, and what it reads may be a block that is loaded over."""
+    port = Storing()
+    memory = make(connector=port)
+    fill(memory)
+    memory.begin_step(
+        Section(copies=int_rows([(1, 0, DEVICE, 3, DEVICE, 1)], 6), external=ExternalWork("meta", ((-1, 5),)))
+    )
+    assert port.saved == [1]
+    assert device_block(memory, 0, 1) == 3 and device_block(memory, 0, 3) == 77

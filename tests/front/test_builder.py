@@ -7,7 +7,7 @@ import pytest
 from headrace.front.builder import RequestOptions
 from headrace.front.errors import RequestError
 from headrace.front.fake import fake_info
-from headrace.params import GuidedDecodingParams, SamplingParams
+from headrace.params import SamplingParams
 from headrace.seeds import child_seed
 
 from .making import EOS, build, counted, ids_of, make_builder
@@ -188,8 +188,6 @@ class TestRefusals:
             builder.encode("text", SamplingParams())
 
     def test_later_work_is_named(self) -> None:
-        with pytest.raises(NotImplementedError, match="guided_decoding"):
-            build(PROMPT, guided_decoding=GuidedDecodingParams(regex="a"))
         with pytest.raises(NotImplementedError, match="top_p_decay"):
             build(PROMPT, top_p_decay=0.5)
 

@@ -77,7 +77,7 @@ def test_a_latent_is_on_every_rank() -> None:
         assert group.replicas == tensor and group.kind == "MLA"
     (indexed,) = groups({**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64,
                          "index_head_dim": 128})  # fmt: skip
-    assert indexed.spec.bytes_per_token == 70_272 + 61 * 132
+    assert indexed.spec.bytes_per_token == 70_272 + 61 * 128 * 2
 
 
 def test_a_recurrent_state_does_not_grow() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.hub.architectures import DEFAULTS
 from headrace.hub.errors import ModelError
 from headrace.hub.keys import Keys
 from headrace.hub.mixers import Traits
@@ -28,6 +29,10 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
 EXPERTS = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28,
 }  # fmt: skip
+GLM = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 20,
+    "first_k_dense_replace": 2, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 KIMI = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
     "num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 20, "linear_num_heads": 3,
@@ -38,6 +43,11 @@ MAMBA = {
     "mamba_head_dim": 8, "ssm_state_size": 12, "n_routed_experts": 4, "moe_intermediate_size": 20,
     "moe_shared_expert_intermediate_size": 28, "head_dim": 24, "num_hidden_layers": None,
 }  # fmt: skip
+GRANITE = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mamba_n_heads": 8, "mamba_n_groups": 2,
+    "mamba_d_state": 12, "mamba_d_head": 16, "mamba_proj_bias": True, "num_local_experts": 4,
+    "shared_intermediate_size": 28, "head_dim": None,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -45,11 +55,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
     "phi3": ("phi3", {"head_dim": None}),
+    "ministral": ("ministral", {"sliding_window": 16}),
+    "ministral3": ("ministral3", {}),
+    "granite": ("granite", {"attention_bias": True, "mlp_bias": True, "head_dim": None}),
+    "seed_oss": ("seed_oss", {}),
+    "seed_oss with output biases": ("seed_oss", {"attention_out_bias": True}),
+    "smollm3": ("smollm3", {"attention_bias": True, "head_dim": None}),
+    "olmo2": ("olmo2", {"head_dim": None}),
+    "olmo3": ("olmo3", {"head_dim": None, "sliding_window": 16}),
+    "exaone4": ("exaone4", {"head_dim": None, "sliding_window": 16}),
+    "cohere2": ("cohere2", {"head_dim": None, "attention_bias": True}),
+    "glm4": ("glm4", {}),
+    "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
     "qwen2": ("qwen2", {"head_dim": None}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "shared_expert_intermediate_size": None}),
     "gemma2": ("gemma2", {"sliding_window": 16}),
     "gemma3_text": ("gemma3_text", {"sliding_window": 16}),
+    "gemma4_text": ("gemma4_text", {"sliding_window": 16, "hidden_size_per_layer_input": 0, "global_head_dim": 32}),
+    "gemma4_text, keys as values": ("gemma4_text", {
+        "sliding_window": 16, "hidden_size_per_layer_input": 0, "global_head_dim": 32, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
+    "deepseek_v2": ("deepseek_v2", LATENT),
     "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v3, plain query": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
     "deepseek_v3 with biases": ("deepseek_v3", {**LATENT, "attention_bias": True}),
@@ -67,8 +96,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     }),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 8, "sliding_window": 16}),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "head_dim": None, "decoder_sparse_step": 2}),
+    "glm4_moe": ("glm4_moe", {**GLM, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe without norms": ("glm4_moe", GLM),
+    "llama4_text": ("llama4_text", {
+        "num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2, "attention_bias": True,
+    }),
     "nemotron_h": ("nemotron_h", MAMBA),
     "nemotron_h, latent experts": ("nemotron_h", {**MAMBA, "moe_latent_size": 16}),
+    "mamba2": ("mamba2", {
+        "num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "use_bias": True, "use_conv_bias": False,
+    }),
+    "granitemoehybrid": ("granitemoehybrid", GRANITE),
+    "granitemoehybrid, dense": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0, "mamba_d_head": "auto"}),
 }  # fmt: skip
 
 
@@ -76,7 +116,9 @@ def tiny_config(name: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     model_type, changes = CASES[name]
-    wanted = {key: value for key, value in {**COMMON, **changes}.items() if value is not None or key == "pad_token_id"}
+    wanted: dict[str, Any] = {
+        key: value for key, value in {**COMMON, **changes}.items() if value is not None or key == "pad_token_id"
+    }
     for key in ("q_lora_rank", "sliding_window"):
         if key in changes and changes[key] is None:
             wanted[key] = None
@@ -90,17 +132,29 @@ def test_parameters_equal_those_of_transformers(name: str) -> None:
     config = tiny_config(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    corrections = sum(buffer.numel() for key, buffer in model.named_buffers() if "e_score_correction" in key)
+    corrections = sum(
+        buffer.numel()
+        for key, buffer in model.named_buffers()
+        if key.endswith(("e_score_correction_bias", "layer_scalar"))
+    )
     shape = read_shape(config.to_dict())
     assert shape.num_parameters == model.num_parameters() + corrections
     assert shape.is_known and shape.max_position == (
-        config.max_position_embeddings if hasattr(config, "max_position_embeddings") else config.model_max_length
+        config.max_position_embeddings
+        if hasattr(config, "max_position_embeddings")
+        else DEFAULTS["mamba2"]["max_position_embeddings"]
     )
 
 
 def test_every_type_with_rules_of_its_own_is_tried() -> None:
     tried = {model_type for model_type, _ in CASES.values()}
-    assert TRAITS.keys() - tried == {"gemma3", "kimi_k2"}  # nested text configs, and DeepSeek's structure by name
+    assert TRAITS.keys() - tried == {
+        "gemma3",
+        "gemma4",
+        "llama4",
+        "mistral3",
+        "kimi_k2",
+    }  # nested text configs, and DeepSeek's structure by name
 
 
 def mixers(**config: Any) -> list[Any]:
@@ -119,6 +173,9 @@ def test_windows_by_layer() -> None:
     ]  # fmt: skip
     assert windows(model_type="qwen2", use_sliding_window=False, sliding_window=8) == [None] * 4
     assert windows(model_type="gemma3_text", num_hidden_layers=7, sliding_window=8) == [8] * 5 + [None, 8]
+    assert windows(model_type="exaone4", sliding_window=8, sliding_window_pattern="LG") == [8, None] * 2
+    assert windows(model_type="smollm3", use_sliding_window=True, sliding_window=8) == [None] * 3 + [8]
+    assert windows(model_type="smollm3", no_rope_layers=[0, 1, 1, 0], sliding_window=8) == [None] * 4
     kinds = ["sliding_attention", "full_attention"] * 2
     assert windows(model_type="gpt_oss", sliding_window=8, layer_types=kinds) == [8, None, 8, None]
 
@@ -134,10 +191,10 @@ def test_kinds_as_checkpoints_write_them() -> None:
     assert [type(mixer) for mixer in nemotron] == [RecurrentShape, type(None), AttentionShape, type(None)]
     minimax = mixers(model_type="minimax_m3_vl_text", sparse_attention_config={"sparse_attention_freq": [0, 0, 1, 1]},
                      index_head_dim=128)  # fmt: skip
-    assert [mixer.index_bytes for mixer in minimax] == [0, 0, 132, 132]
+    assert [mixer.index_dim for mixer in minimax] == [0, 0, 128, 128]
     gdn = mixers(model_type="qwen3_next", **DELTA)
     assert [type(mixer) for mixer in gdn] == [RecurrentShape] * 3 + [AttentionShape]
-    assert (gdn[0].state_count, gdn[0].conv_count) == (4 * 8 * 6, (2 * 2 * 8 + 4 * 6) * 3)
+    assert (gdn[0].state_count, gdn[0].conv_count, gdn[0].group_conv_count) == (4 * 8 * 6, 4 * 6 * 3, 2 * 2 * 8 * 3)
 
 
 @pytest.mark.parametrize(("key_value_heads", "kind"), [(4, "MHA"), (2, "GQA"), (1, "MQA")])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.fp8_linear import dequantised_weight, fp8_linear, fp8_linear_twin
+from headrace.kernels.gated_linear import can_fuse, gated_linear_twin
 from headrace.kernels.quantise import FP8, Form, Quantised, quantise_twin
 from tests.kits.interpreter import DEVICES
 
@@ -95,3 +96,24 @@ def test_static_activations_with_scales_by_output_on_a_gpu() -> None:
 
 def test_forms_are_values() -> None:
     assert replace(Form("group"), group=64) == Form("group", group=64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize(("kind", "out_kind"), [("static", "static"), ("token", "plain"), ("static", "plain")])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated(device: str, num_rows: int, kind: str, out_kind: Any, activation: Any) -> None:
+    """Up to one step of FP8: the sums are added in another order, and then rounded."""
+    from headrace.kernels._triton_linear import launch_gated
+
+    act, weight, scales = case(kind, num_rows, 128, 512)
+    form = Form(out_kind, torch.tensor([0.5]) if out_kind == "static" else None)
+    wanted = gated_linear_twin(act, weight, scales, activation, form=form, dtype=torch.bfloat16)
+    assert can_fuse(act, weight, scales, form=form)
+    there = Form(out_kind, None if form.scale is None else form.scale.to(device))
+    out = launch_gated(
+        moved(act, device), weight.to(device), scales.to(device), activation, form=there, dtype=torch.bfloat16
+    )
+    assert out.data.dtype == wanted.data.dtype and (out.scales is None) == (wanted.scales is None)
+    error = (out.data.cpu().double() - wanted.data.double()).abs()
+    assert bool((error <= wanted.data.double().abs() * (0.13 if out_kind == "static" else 0.02) + 1e-2).all())

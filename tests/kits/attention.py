@@ -35,6 +35,7 @@ class Case:
     group: int = 2
     head_dim: int = 16
     window: int | None = None
+    is_chunked: bool = False
     sink_tokens: int = 0
     soft_cap: float | None = None
     has_sinks: bool = False
@@ -62,6 +63,7 @@ def random_case(seed: int) -> Case:
         window=draw.choice([None, None, 1, 7, block_size, 40]),
         soft_cap=draw.choice([None, None, 3.0]),
         has_sinks=draw.random() < 0.3,
+        is_chunked=draw.random() < 0.3,
         dtype=torch.bfloat16 if half else torch.float32,
         kv_dtype=torch.bfloat16 if half or draw.random() < 0.2 else torch.float32,
         seed=seed,
@@ -93,6 +95,7 @@ class World:
             head_dim=case.head_dim,
             scale=self.scale,
             window=case.window,
+            is_chunked=case.is_chunked,
             sink_tokens=case.sink_tokens,
             soft_cap=case.soft_cap,
             sinks=self.sinks,
@@ -101,8 +104,8 @@ class World:
     def new_cache(self, backend: AttentionBackend) -> LayerCache:
         case = self.case
         num_blocks = 1 + sum(-(-length // case.block_size) for length in case.lengths)
-        shape = backend.kv_shape(num_blocks, case.block_size, case.num_kv_heads, case.head_dim)
-        return LayerCache(*(torch.full(shape, NAN, dtype=case.kv_dtype) for _ in range(2)))
+        shape = (num_blocks, *backend.block_shape((case.num_kv_heads, case.head_dim), case.block_size))
+        return backend.bind({name: torch.full(shape, NAN, dtype=case.kv_dtype) for name in ("k", "v")})
 
     def step(
         self, rows: Sequence[tuple[int, int]], done: Sequence[int], *, dropped: Sequence[int] = ()
@@ -111,31 +114,7 @@ class World:
         rows: (row, tokens of it) in order; `done` says how many tokens of each row came before.
         dropped: rows whose K and V go to the dummy block.
         """
-        size = self.case.block_size
-        tables = torch.full((len(rows), self.tables.shape[1] + 1), INVALID_BLOCK, dtype=torch.int32)
-        starts, lens, positions, slots = [0], [], [], []
-        for place, (row, count) in enumerate(rows):
-            first, last = done[row], done[row] + count
-            num_blocks = -(-last // size)
-            tables[place, :num_blocks] = self.tables[row, :num_blocks]
-            starts.append(starts[-1] + count)
-            lens.append(last)
-            positions += range(first, last)
-            slots += [
-                0 if row in dropped else int(self.tables[row, token // size]) * size + token % size
-                for token in range(first, last)
-            ]
-        return AttentionStep(
-            block_size=size,
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            kv_lens=torch.tensor(lens, dtype=torch.int32),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            block_tables=tables,
-            write_slots=torch.tensor(slots, dtype=torch.int64),
-            max_query=max(count for _, count in rows),
-            max_kv=max(lens),
-            num_context_rows=max((place + 1 for place, (_, count) in enumerate(rows) if count != 1), default=0),
-        )
+        return packed_step(rows, done, tables=self.tables, block_size=self.case.block_size, dropped=dropped)
 
     def projected(self, rows: Sequence[tuple[int, int]], done: Sequence[int]) -> Projected:
         """The rows' heads side by side; nothing turns them."""
@@ -182,13 +161,53 @@ class World:
         if case.soft_cap is not None:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        in_reach = (distance < (case.window or length)) | (torch.arange(length)[None, :] < case.sink_tokens)
+        reach = case.window or length
+        in_reach = distance < reach
+        if case.is_chunked:
+            in_reach = torch.arange(length)[:, None] // reach == torch.arange(length)[None, :] // reach
+        in_reach |= torch.arange(length)[None, :] < case.sink_tokens
         seen = (distance >= 0) & in_reach
         weights = scores.masked_fill(~seen, -torch.inf).exp()  # scores are small enough without a maximum
         total = weights.sum(-1, keepdim=True)
         if self.sinks is not None:
             total = total + self.sinks.double().exp()[:, None, None]
         return (weights / total @ v).transpose(0, 1)
+
+
+def packed_step(
+    rows: Sequence[tuple[int, int]],
+    done: Sequence[int],
+    *,
+    tables: Tensor,
+    block_size: int,
+    dropped: Sequence[int] = (),
+) -> AttentionStep:
+    """Some tokens of some rows, as `World.step`. tables: [all rows, max_blocks]"""
+    known = tables
+    tables = torch.full((len(rows), known.shape[1] + 1), INVALID_BLOCK, dtype=torch.int32)
+    starts, lens, positions, slots = [0], [], [], []
+    for place, (row, count) in enumerate(rows):
+        first, last = done[row], done[row] + count
+        num_blocks = -(-last // block_size)
+        tables[place, :num_blocks] = known[row, :num_blocks]
+        starts.append(starts[-1] + count)
+        lens.append(last)
+        positions += range(first, last)
+        slots += [
+            0 if row in dropped else int(known[row, token // block_size]) * block_size + token % block_size
+            for token in range(first, last)
+        ]
+    return AttentionStep(
+        block_size=block_size,
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        kv_lens=torch.tensor(lens, dtype=torch.int32),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        block_tables=tables,
+        write_slots=torch.tensor(slots, dtype=torch.int64),
+        max_query=max(count for _, count in rows),
+        max_kv=max(lens),
+        num_context_rows=max((place + 1 for place, (_, count) in enumerate(rows) if count != 1), default=0),
+    )
 
 
 def block_tables(lengths: Sequence[int], block_size: int, draw: torch.Generator) -> Tensor:
@@ -216,15 +235,15 @@ def chunked(case: Case, chunk: int, *, rows: Sequence[int] | None = None) -> Sch
     return steps
 
 
-def shuffled(case: Case, seed: int) -> Schedule:
+def shuffled(lengths: Sequence[int], block_size: int, seed: int) -> Schedule:
     """Chunks of random sizes, decode steps among them, rows in random order."""
     draw = random.Random(seed)
-    left = list(case.lengths)
+    left = list(lengths)
     steps: list[list[tuple[int, int]]] = []
     while any(left):
         rows = [row for row, count in enumerate(left) if count and draw.random() < 0.7]
         draw.shuffle(rows)
-        step = [(row, min(left[row], draw.choice([1, 1, 2, case.block_size, 50]))) for row in rows]
+        step = [(row, min(left[row], draw.choice([1, 1, 2, block_size, 50]))) for row in rows]
         for row, count in step:
             left[row] -= count
         if step:
@@ -241,7 +260,7 @@ def assert_close(world: World, outputs: list[Tensor]) -> None:
 def check_reference(backend: AttentionBackend, case: Case) -> None:
     """Any mix of chunks and decode rows gives what dense attention over the history gives."""
     world = World(case)
-    assert_close(world, world.attend(backend, shuffled(case, case.seed)))
+    assert_close(world, world.attend(backend, shuffled(case.lengths, case.block_size, case.seed)))
 
 
 def check_dropped_rows(backend: AttentionBackend) -> None:
@@ -313,7 +332,7 @@ def check_same_bits(backend: AttentionBackend, case: Case) -> None:
     size = case.block_size
     for chunk in (1, 3, size, size + 1):
         assert_same(world.attend(backend, chunked(case, chunk)), expected)
-    assert_same(world.attend(backend, shuffled(case, case.seed + 1)), expected)
+    assert_same(world.attend(backend, shuffled(case.lengths, case.block_size, case.seed + 1)), expected)
     for row in range(len(case.lengths)):
         assert_same([world.attend(backend, chunked(case, 7, rows=[row]))[row]], [expected[row]])
     world.tables = block_tables(case.lengths, size, torch.Generator().manual_seed(case.seed + 1))

@@ -1,14 +1,17 @@
 """The contract of a model file: its logits and greedy tokens are those of transformers, whatever the schedule.
 
-A case is a tiny random checkpoint that transformers wrote. `Sequences` drives the runner as an engine would: packed
-rows, chunks, a block table with blocks in any order.
+A case is a tiny random checkpoint that transformers wrote, of the config in the model type's row of `tests.kits.tiny`.
+`Sequences` drives the runner as an engine would: packed rows, chunks, a block table with blocks in any order, blocks
+and states that a row takes over from another.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,59 +20,65 @@ import torch
 from torch import Tensor
 
 from headrace.attention.port import AttentionBackend, AttentionStep
-from headrace.attention.torch import TorchAttention
+from headrace.engine.backends import Backends
 from headrace.engine.build import build_model
 from headrace.engine.groups import group_layers
 from headrace.engine.pools import KvPools
-from headrace.engine.runner import Runner
+from headrace.engine.runner import GroupStep, Runner
+from headrace.engine.states import States, state_specs
 from headrace.engine.weights import LoadReport, load_weights
 from headrace.hub.config import read_config
 from headrace.hub.source import ModelSource, resolve_model
 from headrace.layers.factory import LayerFactory
 from headrace.layers.parallel import ParallelContext
-from headrace.layers.port import Model
+from headrace.layers.port import Model, RecurrentLayer, StateStep
 from headrace.quant.none import Dense
+from tests.kits.tiny import TINY as TINY
+from tests.kits.tiny import VOCAB_SIZE, tiny_model
+from tests.kits.tiny import WINDOW as WINDOW
 
 BLOCK_SIZE = 4
-WINDOW = 8
-VOCAB_SIZE = 101
+NUM_SLOTS = 16
 NUM_BLOCKS = 64
 TOLERANCE = 1e-4
-
-TINY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 44,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "sliding_window": WINDOW,
-    "use_sliding_window": True,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-"""Keys that configs of decoder models share; a model is given those that its config class declares."""
 
 
 def save_tiny(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -> Any:
     """Write a random float32 checkpoint; returns transformers' model of it."""
     import transformers  # here, since it takes seconds and the ranks of a group don't need it
 
-    declared = transformers.AutoConfig.for_model(model_type).to_dict()
+    known = tiny_model(model_type).oracle or model_type
+    declared = transformers.AutoConfig.for_model(known).to_dict()
     tiny = {key: value for key, value in TINY.items() if key in declared}
-    config = transformers.AutoConfig.for_model(model_type, **{**tiny, **changes})
+    wanted = copy.deepcopy({**tiny, **tiny_model(model_type).changes, **changes})  # some write to lists that they get
+    config = transformers.AutoConfig.for_model(known, **wanted)
     torch.manual_seed(seed)
     oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for name, value in oracle.named_parameters():
             # Larger than usual, norms and biases too: what is loaded to a wrong place must show in the logits.
             value.copy_(torch.randn_like(value) * 0.15 + (value if "norm" in name else 0.0))
+        for name, value in oracle.named_buffers():
+            if name in oracle.state_dict():  # what experts' scores are corrected with
+                value.copy_(torch.randn_like(value) * 0.15)
     oracle.save_pretrained(folder)
+    if known != model_type:
+        oracle.config.model_type = model_type
+        stated = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(stated | {"model_type": model_type}))
     return oracle
+
+
+def oracle_with(folder: Path, **changes: Any) -> Any:
+    """transformers' model of a checkpoint under another config."""
+    import transformers
+
+    stated = json.loads((folder / "config.json").read_text())["model_type"]
+    known = transformers.CONFIG_MAPPING[tiny_model(stated).oracle or stated]
+    config = known.from_pretrained(folder, **changes)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
 
 
 @dataclass
@@ -83,7 +92,8 @@ class Case:
 
     @functools.cached_property
     def window(self) -> int | None:
-        windows = [layer.spec.window for layer in self.model.layers if layer.spec.window is not None]
+        layers = [layer for layer in self.model.layers if not isinstance(layer, RecurrentLayer)]
+        windows = [layer.spec.window for layer in layers if layer.spec and layer.spec.window is not None]
         return min(windows) if windows else None
 
     def logits(self, ids: Sequence[int], *, keep: int = 0) -> Tensor:
@@ -117,10 +127,11 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     parallel: ParallelContext | None = None,
     max_len: int | None = None,
+    impl: str = "auto",
 ) -> tuple[Model, LoadReport]:
     dense = Dense()
     factory = LayerFactory(dtype=dtype, recipe=lambda name: dense, parallel=parallel, max_len=max_len)
-    model = build_model(read_config(source), factory)
+    model = build_model(read_config(source), factory, impl=impl)
     return model, load_weights(model, source, progress=False)
 
 
@@ -135,6 +146,8 @@ class Row:
 
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
+    slot: int | None = None
+    """Of its recurrent states, from its first step on."""
 
 
 class Sequences:
@@ -149,27 +162,61 @@ class Sequences:
         dtype: torch.dtype = torch.float32,
         backend: AttentionBackend | None = None,
     ) -> None:
-        backend = backend or TorchAttention()
+        backends = Backends(chosen=[backend] if backend else [])
         self.block_size = block_size
         self.groups = group_layers(model.layers, dtype)
-        self.pools = KvPools(self.groups, [num_blocks] * len(self.groups), block_size=block_size, backend=backend)
-        self.runner = Runner(model, backend, self.pools)
+        self.pools = KvPools(self.groups, [num_blocks] * len(self.groups), block_size=block_size, backends=backends)
+        self.states = States(self.groups, state_specs(model.layers), num_slots=NUM_SLOTS)
+        self.num_slots = 0
+        self.runner = Runner(model, backends, self.pools, states=self.states.layers)
         self.free = list(range(1, num_blocks))
         random.Random(0).shuffle(self.free)
+
+    def fork(self, row: Row) -> Row:
+        """A row that begins where this one is: a prefix hit of its full blocks and of a snapshot of its states."""
+        assert row.num_cached % self.block_size == 0, "only full blocks are shared"
+        other = Row(list(row.blocks), row.num_cached, self._new_slot())
+        for tensors in self.states.layers.values():
+            for tensor in tensors:
+                tensor[other.slot] = tensor[row.slot]
+        return other
+
+    def _new_slot(self) -> int:
+        self.num_slots += 1
+        assert self.num_slots <= NUM_SLOTS
+        return self.num_slots - 1
 
     def step(self, chunks: Sequence[tuple[Row, Sequence[int]]], *, keep: int | None = None) -> list[Tensor]:
         """Compute chunks of rows in one step. -> by row, logits of its last `keep` tokens (or all): [tokens, vocab]"""
         for row, ids in chunks:
+            if row.slot is None:
+                row.slot = self._new_slot()
             while len(row.blocks) * self.block_size < row.num_cached + len(ids):
                 row.blocks.append(self.free.pop())
         ends = torch.tensor([len(ids) for _, ids in chunks]).cumsum(0).tolist()
         lengths = [len(ids) if keep is None else min(keep, len(ids)) for _, ids in chunks]
         rows = torch.cat([torch.arange(end - length, end) for end, length in zip(ends, lengths)])
         ids = torch.tensor([token for _, ids in chunks for token in ids])
-        hidden = self.runner.forward(ids, [self._attention_step(chunks) for _ in self.groups], rows=rows)
+        groups: list[GroupStep] = [
+            self._state_step(chunks) if group.is_recurrent else self._attention_step(chunks) for group in self.groups
+        ]
+        hidden = self.runner.forward(ids, groups, rows=rows)
         for row, chunk in chunks:
             row.num_cached += len(chunk)
         return list(self.runner.logits(hidden).split(lengths))
+
+    def _state_step(self, chunks: Sequence[tuple[Row, Sequence[int]]]) -> StateStep:
+        positions = [row.num_cached + i for row, ids in chunks for i in range(len(ids))]
+        starts = torch.tensor([0] + [len(ids) for _, ids in chunks]).cumsum(0).int()
+        num_context = _num_context_rows(chunks)
+        return StateStep(
+            slots=torch.tensor([row.slot for row, _ in chunks]),
+            query_starts=starts,
+            positions=torch.tensor(positions),
+            max_query=max(len(ids) for _, ids in chunks),
+            num_context_rows=num_context,
+            context_starts=tuple(starts[: num_context + 1].tolist()),
+        )
 
     def _attention_step(self, chunks: Sequence[tuple[Row, Sequence[int]]]) -> AttentionStep:
         positions = [row.num_cached + i for row, ids in chunks for i in range(len(ids))]
@@ -192,8 +239,12 @@ class Sequences:
             write_slots=torch.tensor(slots),
             max_query=max(len(ids) for _, ids in chunks),
             max_kv=max(kv_lens),
-            num_context_rows=max((place + 1 for place, (_, ids) in enumerate(chunks) if len(ids) != 1), default=0),
+            num_context_rows=_num_context_rows(chunks),
         )
+
+
+def _num_context_rows(chunks: Sequence[tuple[Row, Sequence[int]]]) -> int:
+    return max((place + 1 for place, (_, ids) in enumerate(chunks) if len(ids) != 1), default=0)
 
 
 def prompt(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
@@ -245,8 +296,35 @@ def check_mixed_batch(case: Case, *, backend: AttentionBackend | None = None) ->
         assert_close(torch.cat(parts), case.logits(ids), f"row of {len(ids)} tokens")
 
 
+def check_prefix_hit(case: Case) -> None:
+    """A row begins on what another has computed; both go on, in one step and then token by token."""
+    shared = prompt(-(-max(edge_lengths(case)) // BLOCK_SIZE) * BLOCK_SIZE, seed=4)
+    texts = [shared + prompt(length, seed=5) for length in (BLOCK_SIZE + 1, 3)]
+    sequences, first = Sequences(case.model), Row()
+    sequences.step([(first, shared)])
+    rows = [first, sequences.fork(first)]
+    got = [[logits] for logits in sequences.step([(row, ids[len(shared) : -1]) for row, ids in zip(rows, texts)])]
+    for parts, logits in zip(got, sequences.step([(row, ids[-1:]) for row, ids in zip(rows, texts)])):
+        parts.append(logits)
+    for ids, parts in zip(texts, got):
+        assert_close(torch.cat(parts), case.logits(ids)[len(shared) :], f"prefix of {len(shared)} in {len(ids)} tokens")
+
+
+def check_branches(case: Case, branches: Mapping[str, Any]) -> None:
+    """The longest prompt reaches what each of these keys is about: with another value transformers differs."""
+    ids = prompt(max(edge_lengths(case)))
+    expected = case.logits(ids)
+    for key, value in branches.items():
+        with torch.inference_mode():
+            other = oracle_with(case.source.path, **{key: value})(torch.tensor([ids]), use_cache=False).logits[0]
+        assert float((other - expected).abs().max()) > 100 * TOLERANCE, (
+            f"{key} makes no difference to {len(ids)} tokens"
+        )
+
+
 def check_all(case: Case) -> None:
     check_prefill(case)
+    check_prefix_hit(case)
     check_chunks(case)
     check_decode(case)
     check_mixed_batch(case)

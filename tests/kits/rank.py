@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from headrace.engine.groups import group_layers
 from headrace.hub.source import resolve_model
 from headrace.layers.parallel import Gloo, ParallelContext
 from tests.kits.model import Row, Sequences, greedy, load_model, prompt
@@ -26,7 +27,7 @@ def run(folder: Path, parallel: ParallelContext) -> dict[str, Any]:
     return {
         "logits": logits,
         "tokens": greedy(model, ids, NUM_TOKENS),
-        "num_kv_heads": model.layers[0].spec.num_kv_heads,
+        "num_kv_heads": group_layers(model.layers, torch.float32)[0].num_kv_heads,
         "weight_bytes": report.weight_bytes,
     }
 

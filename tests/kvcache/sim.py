@@ -59,7 +59,7 @@ class Sim:
         ]  # fmt: skip
         flat = [act for weight, act in acts for _ in range(weight)]
         for step in range(num_steps):
-            act = self.reset if self.random.random() < 0.001 else self.random.choice(flat)
+            act = self.random.choice(flat)
             act()
             if len(self.twin.owners) > (1 if step // 50 % 4 == 3 else 5):  # every fourth spell is a quiet one
                 self.release()
@@ -135,11 +135,12 @@ class Sim:
         self.compute(owner, len(tokens) if self.random.random() < 0.7 else self.random.randint(found, len(tokens)))
 
     def announced(self, owner: int) -> None:
-        new = self.kv.take_new_blocks(owner)
-        for group, pairs in enumerate(new):
+        new = self.kv.take_new_blocks({owner: 7})
+        for group, flat in enumerate(new):
             mine = self.kv.table(owner, group)
-            assert pairs == list(enumerate(mine))[len(mine) - len(pairs) :]
-        assert not any(self.kv.take_new_blocks(owner))
+            first = len(mine) - len(flat) // 3
+            assert flat == [value for at, block in enumerate(mine[first:], first) for value in (7, at, block)]
+        assert not any(self.kv.take_new_blocks({owner: 7}))
 
     def compute(self, owner: int, end: int) -> None:
         """What a step does: writes KV into the owner's blocks, which nobody else may have."""
@@ -241,7 +242,7 @@ class Sim:
             real, slow = mine[at], self.twin.owners[owner].blocks[group][at]
         else:
             return
-        self.kv.lease(group, real)
+        self.kv.store.lease(group, real)
         slow.leases += 1
         self.extra.append((group, real))
         self.twin.extra.append((group, slow))
@@ -249,14 +250,8 @@ class Sim:
     def unlease(self) -> None:
         if self.extra:
             at = self.random.randrange(len(self.extra))
-            self.kv.unlease(*self.extra.pop(at))
+            self.kv.store.unlease(*self.extra.pop(at))
             self.twin.unlease(at)
-
-    def reset(self) -> None:
-        self.count("reset")
-        self.kv.reset()
-        self.twin.reset()
-        assert self.kv.stats.num_cached == (0,) * len(self.kv.groups)
 
     def drain(self) -> None:
         """Ends everything; then nothing is leased."""

@@ -45,7 +45,7 @@ def leaked_lease(kv: KvCache) -> None:
 
 
 def leaked_extra_lease(kv: KvCache) -> None:
-    kv.lease(0, kv.table(1)[0])
+    kv.store.lease(0, kv.table(1)[0])
     kv.extra_leases.clear()
 
 
@@ -205,14 +205,16 @@ def prefix_ignored(patch: pytest.MonkeyPatch) -> None:
     """Blocks are found by their own tokens, whatever stands before them."""
     right = RadixIndex.walk
 
-    def walk(self: RadixIndex, space: Namespace, tokens: Any, max_blocks: int, media: Any = ()) -> list[int]:
-        path = right(self, space, tokens, max_blocks)
+    def walk(
+        self: RadixIndex, space: Namespace, tokens: Any, max_blocks: int, media: Any = ()
+    ) -> tuple[list[int], bytes]:
+        path, _ = right(self, space, tokens, max_blocks)
         for at in range(len(path), max_blocks):
             same = [node for node, edge in enumerate(self.key) if edge == self.edge(tokens, at)]
             if not same:
                 break
             path.append(same[0])
-        return path
+        return path, b""
 
     patch.setattr(RadixIndex, "walk", walk)
 

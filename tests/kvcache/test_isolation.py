@@ -114,6 +114,14 @@ def test_a_conversation_keeps_its_last_turns(num_turns: int) -> None:
     found = [kv.match(tokens, claim=claim) for tokens in turns]
     kept = [4 * B] * num_turns
     assert found == [2 * B] * (3 - num_turns) + kept, "the stem belongs to the last turn as well"
-    kv.reset()
     kv.check()
-    assert kv.stats.num_cached == (0,)
+
+
+def test_quiet_conversations_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.kvcache.turns.MAX_CONVERSATIONS", 2)
+    kv = make(reuse_policy="per_conversation")
+    tokens = prompt(2 * B + 1)
+    for owner in range(5):
+        life(kv, owner, tokens, kv.claim_of(request(owner, tokens, conversation=str(owner))))
+    assert len(kv.store.num_pins) == 2
+    kv.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.kvcache.manager import KvCache
-from headrace.seam import GroupSpec
+from headrace.seam import HOST, GroupSpec
 from headrace.types import Retention, RetentionRange
 from tests.kvcache.cases import B, make, prompt, serve
 
@@ -28,7 +28,7 @@ def pressure(kv: KvCache, count: int, owner: int = 99) -> None:
 
 
 def priorities(kv: KvCache, tokens: list[int]) -> list[int]:
-    nodes = kv.index.walk(kv.claim().space, tokens, len(tokens) // B)
+    nodes = kv.index.walk(kv.claim().space, tokens, len(tokens) // B)[0]
     return [kv.pools[0].priority[kv.index.blocks[0][node]] for node in nodes]
 
 
@@ -91,10 +91,70 @@ def test_a_block_of_another_life_does_not_expire() -> None:
     assert priorities(kv, tokens) == [90] * 4
 
 
+def test_a_block_that_takes_anothers_place_ends_as_that_would_have() -> None:
+    kv = make()
+    tokens = prompt(3 * B)
+    kv.advance(100.0)
+    life(kv, 1, tokens, Retention(ranges=(RetentionRange(0, None, 90, 5.0),)))
+    kv.admit(2, tokens, reuse=False)
+    assert kv.extend(2, len(tokens))
+    kv.commit(2, tokens, len(tokens))
+    kv.release(2)
+    assert priorities(kv, tokens) == [90] * 3
+    kv.advance(105.0)
+    assert priorities(kv, tokens) == [35] * 3
+    kv.check()
+
+
+def test_a_name_taken_over_late_has_the_owners_priority() -> None:
+    kv = make(9)
+    tokens = prompt(2 * B)
+    claim = kv.claim(retention=Retention(ranges=(RetentionRange(0, None, 90),)), prompt_len=len(tokens))
+    kv.admit(1, tokens)
+    kv.admit(2, tokens, claim=claim)
+    for owner in (1, 2):
+        assert kv.extend(owner, len(tokens))
+        kv.commit(owner, tokens, len(tokens))
+    kv.release(1)
+    for node in kv.index.walk(claim.space, tokens, 2)[0]:  # as if the time of the first one's were over
+        kv.pools[0].set_priority(kv.index.blocks[0][node], 0)
+    pressure(kv, 6)
+    kv.release(2)
+    assert priorities(kv, tokens) == [90] * 2
+    kv.check()
+
+
+def test_a_block_taken_over_leaves_its_priority_behind() -> None:
+    kv = make(partial_reuse=True, copy_on_partial_reuse=False)
+    tokens = prompt(B)
+    life(kv, 1, tokens, Retention(ranges=(RetentionRange(0, None, 90),)))
+    other = [*tokens[: B - 1], 5000, 1]
+    assert kv.admit(2, other) == B - 1
+    assert kv.extend(2, len(other))
+    kv.commit(2, other, B)
+    kv.release(2)
+    assert priorities(kv, other) == [35]
+    kv.check()
+
+
+def test_a_priority_ends_on_the_host_too() -> None:
+    kv = make(4, host=(20,))
+    tokens = prompt(3 * B)
+    kv.advance(100.0)
+    life(kv, 1, tokens, Retention(ranges=(RetentionRange(0, None, 90, 5.0),)))
+    pressure(kv, 3)
+    kv.finish_copies(kv.take_copies()[:, 0].tolist())
+    (host,) = kv.store.tier(HOST)
+    assert [host.priority[block] for block in host.eviction_order()] == [90] * 3
+    kv.advance(105.0)
+    assert [host.priority[block] for block in host.eviction_order()] == [35] * 3
+    kv.check()
+
+
 # ---- pins ----------------------------------------------------------------------------------------
 
 
-def test_a_pinned_prompt_survives_pressure_and_reset() -> None:
+def test_a_pinned_prompt_survives_pressure() -> None:
     kv = make(21)
     tokens, other = prompt(5 * B + 1), prompt(5 * B, 1)
     claim = kv.claim(prompt_len=len(tokens))
@@ -103,7 +163,6 @@ def test_a_pinned_prompt_survives_pressure_and_reset() -> None:
     assert kv.pin("system", tokens, claim) == ""
     kv.check()
     pressure(kv, 15)
-    kv.reset()
     kv.check()
     assert kv.match(tokens) == 5 * B and kv.match([*other, 1]) == 0
     assert kv.stats.pinned_blocks == 5 == kv.stats.num_leased[0]
@@ -125,8 +184,7 @@ def test_pins_have_a_cap_and_a_name() -> None:
     assert kv.pin("a", [*first, 1], pin["a"]) == ""
     assert "hold 4 blocks and may hold 5" in kv.pin("b", [*second, 1], pin["b"])
     assert kv.pin("a", [*first, 1], pin["a"]) == "", "the same once more"
-    assert "of this name" in kv.pin("a", [*second, 1], pin["b"])
-    assert "nothing" in kv.pin("c", [9000, 1], kv.claim(prompt_len=1))
+    assert "fills no block of 4 tokens" in kv.pin("c", [9000, 1], kv.claim(prompt_len=1))
     kv.check()
     assert kv.pin("c", [*first, 1], pin["a"]) == "" and kv.stats.pinned_blocks == 4, "shared blocks count once"
     kv.unpin("a")
@@ -134,6 +192,44 @@ def test_pins_have_a_cap_and_a_name() -> None:
     kv.unpin("c")
     assert kv.pin("b", [*second, 1], pin["b"]) == ""
     kv.check()
+
+
+def test_a_pin_of_the_same_name_is_replaced() -> None:
+    kv = make(15, max_pinned_share=0.5)
+    front, large = prompt(2 * B), prompt(8 * B, 1)
+    first, second = [*front, *prompt(3 * B, 2)], [*front, *prompt(4 * B, 3)]
+    for owner, tokens in enumerate((first, large, second), start=1):
+        life(kv, owner, [*tokens, 1], None)
+
+    def pin(tokens: list[int], name: str = "a") -> str:
+        refusal = kv.pin(name, [*tokens, 1], kv.claim(prompt_len=len(tokens)))
+        kv.check()
+        return refusal
+
+    life(kv, 4, [*first, 1], None)
+    assert pin(first) == ""
+    life(kv, 5, [*large, 1], None)
+    assert "pins hold 0 blocks and may hold 7, it needs 8 more" in pin(large), "what it replaces counts as given back"
+    assert [each.num_tokens for each in kv.pins.infos()] == [5 * B], "refused, the old one stays as it was"
+    life(kv, 6, [*second, 1], None)
+    assert pin(second) == "" and kv.stats.pinned_blocks == 6, "the old and the new together would pass the cap"
+    assert [each.num_tokens for each in kv.pins.infos()] == [6 * B]
+    pressure(kv, 8)
+    assert kv.match([*second, 1]) == 6 * B and kv.match([*first, 1]) == 2 * B
+    assert kv.unpin("a") and kv.stats.num_leased == (0,)
+
+
+def test_replacing_a_pin_uses_what_it_gives_back() -> None:
+    kv = make(13)
+    first, second = prompt(3 * B), prompt(3 * B, 1)
+    life(kv, 1, [*first, 1], None)
+    life(kv, 2, [*second, 1], None)
+    kv.pin("a", [*first, 1], kv.claim(prompt_len=len(first)))
+    kv.admit(3, [1], limit=9 * B)  # all but the pin's three
+    assert "promised" in kv.pin("b", [*second, 1], kv.claim(prompt_len=len(second)))
+    assert kv.pin("a", [*second, 1], kv.claim(prompt_len=len(second))) == ""
+    kv.check()
+    assert kv.extend(3, 9 * B)
 
 
 def test_pins_never_take_what_was_promised() -> None:

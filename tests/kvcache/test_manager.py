@@ -230,12 +230,14 @@ def test_take_new_blocks_reports_each_block_once():
     serve(kv, 1, tokens)
     kv.admit(2, tokens)
     assert kv.extend(2, 2 * B + 1)
-    new = kv.take_new_blocks(2)
-    assert new == tuple(list(enumerate(kv.table(2, group))) for group in range(2))
-    assert [len(pairs) for pairs in new] == [3, 3]
-    assert kv.extend(2, 3 * B) and kv.take_new_blocks(2) == ([], [])
+    new = kv.take_new_blocks({2: 5})
+    assert new == [[v for at in range(3) for v in (5, at, kv.table(2, group)[at])] for group in range(2)]
+    assert kv.extend(2, 3 * B) and kv.take_new_blocks({2: 5}) == [[], []]
     assert kv.extend(2, 3 * B + 1)
-    assert kv.take_new_blocks(2) == tuple([(3, kv.table(2, group)[3])] for group in range(2))
+    kv.admit(3, tokens)
+    assert kv.take_new_blocks({2: 5, 3: 0}) == [
+        [5, 3, kv.table(2, group)[3], 0, 0, kv.table(3, group)[0], 0, 1, kv.table(3, group)[1]] for group in range(2)
+    ]
 
 
 def test_statistics_count_tokens_and_blocks():

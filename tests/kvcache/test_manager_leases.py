@@ -1,4 +1,4 @@
-"""Forks, extra leases, failed work and reset."""
+"""Forks, extra leases and failed work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from headrace.kvcache.manager import NoBlocks
 from tests.kvcache.cases import B, make, prompt, serve
-from tests.kvcache.sim import block_keys
 
 
 @pytest.mark.parametrize("num_tokens", [B, 2 * B - 1, 2 * B, 2 * B + 1])
@@ -64,30 +63,19 @@ def test_extra_leases_hold_blocks_back():
     kv = make(4)
     serve(kv, 1, prompt(3 * B))
     first, *_, last = kv.pools[0].eviction_order()
-    kv.lease(0, first)
-    kv.lease(0, first)
+    kv.store.lease(0, first)
+    kv.store.lease(0, first)
     kv.admit(2, [1])
     assert not kv.extend(2, 3 * B) and kv.extend(2, 2 * B)
     kv.check()
-    kv.unlease(0, first)
+    kv.store.unlease(0, first)
     assert kv.num_available() == 0
-    kv.unlease(0, first)
+    kv.store.unlease(0, first)
     assert kv.num_available() == 1
     kv.check()
     for block in (first, last):
         with pytest.raises(AssertionError, match="no extra lease"):
-            kv.unlease(0, block)
-
-
-def test_a_prefix_stays_more_recent_than_a_block_whose_transfer_ends_later():
-    kv = make()
-    tokens = prompt(3 * B)
-    serve(kv, 1, tokens, end=False)
-    last = kv.table(1)[2]
-    kv.lease(0, last)
-    kv.release(1)
-    kv.unlease(0, last)
-    assert block_keys(kv, 0) == [("", tuple(tokens[:end])) for end in (3 * B, 2 * B, B)]
+            kv.store.unlease(0, block)
 
 
 def test_failed_work_is_not_found_again():
@@ -107,23 +95,3 @@ def test_failed_work_is_not_found_again():
     assert kv.match([*on_top, 1]) == 2 * B
     serve(kv, 4, stem + tail)
     assert kv.match([*on_top, 1]) == 4 * B, "what stood on the failed blocks is gone, the new ones are found"
-
-
-def test_reset_forgets_everything_and_owners_go_on():
-    kv = make()
-    serve(kv, 1, prompt(3 * B, 1))
-    tokens = prompt(2 * B, 2)
-    serve(kv, 2, tokens, salt="s", end=False)
-    kv.reset()
-    kv.check()
-    assert kv.stats.num_cached == (0,) and kv.stats.num_leased == (2,)
-    assert kv.match([*tokens, 1], claim=kv.claim(salt="s")) == kv.match(prompt(3 * B, 1)) == 0
-    tokens += prompt(2 * B, 3)
-    assert kv.extend(2, len(tokens))
-    kv.commit(2, tokens, len(tokens))
-    kv.fork(2, 3, len(tokens))
-    kv.commit(3, tokens, len(tokens))
-    for owner in (2, 3):
-        kv.release(owner)
-        kv.check()
-    assert kv.stats.num_free == (39,) and kv.index.num_nodes == 0

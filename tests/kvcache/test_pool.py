@@ -5,7 +5,8 @@ import random
 import pytest
 
 from headrace.kvcache.integrity import check_pool
-from headrace.kvcache.pool import DEFAULT_PRIORITY, BlockPool
+from headrace.kvcache.pool import BlockPool
+from headrace.types import DEFAULT_PRIORITY
 
 
 def cached(pool: BlockPool, count: int) -> list[int]:

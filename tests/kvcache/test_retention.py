@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from headrace.kvcache.retention import DEFAULT_PRIORITY, Expiry, priority_of
-from headrace.types import Retention, RetentionRange
+from headrace.kvcache.retention import Expiry, priority_of
+from headrace.types import DEFAULT_PRIORITY, Retention, RetentionRange
 
 SYSTEM = RetentionRange(0, 10, 90)
 MIDDLE = RetentionRange(10, 20, 5, 2.5)

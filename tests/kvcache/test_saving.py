@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.seam import DISK
+from headrace.seam import DISK, HOST
 from tests.kvcache.cases import B, make, prompt
 from tests.kvcache.test_tiers import Memory
 
@@ -77,4 +77,28 @@ def test_failures_end(tmp_path: Path) -> None:
         count += 1
         assert count < 100, "a full disk is tried for ever"
     assert kv.store.tier(DISK)[0].num_cached == 0
+    kv.close()
+
+
+def test_what_a_copy_still_fills_is_not_written(tmp_path: Path) -> None:
+    kv = make((5, 40), num_groups=2, host=(20, 20), disk=(40, 40), folder=str(tmp_path))
+    for owner in range(2):  # the second drives the first out of group 0, and only there
+        tokens = prompt(4 * B, owner)
+        kv.admit(owner, tokens)
+        assert kv.extend(owner, len(tokens))
+        kv.commit(owner, tokens, len(tokens))
+        kv.release(owner)
+    copies = kv.take_copies()
+    being_filled = {(group, target) for _, group, _, _, tier, target in copies.tolist() if tier == HOST}
+    assert len(being_filled) == 4
+    for _ in range(4):
+        moves = kv.take_transfers().tolist()
+        kv.check()
+        assert not being_filled & {(group, source) for _, group, tier, source, *_ in moves if tier == HOST}
+        kv.finish_copies([move[0] for move in moves])
+    kv.finish_copies(copies[:, 0].tolist())
+    while kv.copies_in_flight:
+        kv.finish_copies(kv.take_transfers()[:, 0].tolist())
+    kv.check()
+    assert [disk.num_cached for disk in kv.store.tier(DISK)] == [8, 8]
     kv.close()

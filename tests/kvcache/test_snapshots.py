@@ -47,7 +47,7 @@ def live(kv: KvCache, owner: int, tokens: list[int], *, end: bool = True) -> tup
 
 
 def snapshot_of(kv: KvCache, tokens: list[int], position: int) -> int:
-    node = kv.index.walk(kv.claim().space, tokens, position // B)[position // B - 1]
+    node = kv.index.walk(kv.claim().space, tokens, position // B)[0][position // B - 1]
     return kv.index.blocks[1][node]
 
 
@@ -105,7 +105,7 @@ def test_a_snapshot_goes_without_its_node_and_a_node_without_its_snapshot() -> N
     kv = states()
     tokens = prompt(6 * B + 1)
     live(kv, 1, tokens)
-    nodes = kv.index.walk(kv.claim().space, tokens, 6)
+    nodes = kv.index.walk(kv.claim().space, tokens, 6)[0]
     kv.store.unname(1, nodes[5])
     kv.check()
     assert kv.match(tokens) == 4 * B
@@ -133,7 +133,7 @@ def test_with_all_snapshots_held_a_request_goes_on_without() -> None:
     tokens = prompt(5 * B)
     live(kv, 1, tokens)
     for block in list(kv.pools[1].eviction_order()):
-        kv.lease(1, block)
+        kv.store.lease(1, block)
     assert live(kv, 2, prompt(5 * B, 1))[:2] == (0, [])
 
 

@@ -245,29 +245,6 @@ def test_the_disk_is_found_again_after_a_restart(tmp_path: Path) -> None:
     other.close()
 
 
-def test_reset_forgets_every_tier(tmp_path: Path) -> None:
-    kv = three_tiers(tmp_path)
-    memory = Memory(kv)
-    prompts = fill_disk(memory)
-    memory.begin(50, prompts[0])
-    kv.take_copies()
-    moves = kv.take_transfers()[:, 0].tolist()
-    kv.reset()
-    kv.check()
-    kv.finish_copies(moves)
-    kv.check()
-    for tokens in prompts:
-        assert kv.match([*tokens, 1]) == 0 and not kv.fetch(1, [*tokens, 1], kv.claim())
-    kv.release(50)
-    while kv.copies_in_flight:
-        memory.plan()
-    assert kv.index.num_nodes == 0 and kv.stats.disk_used == (0,) and kv.stats.host_used == (0,)
-    kv.close()
-    again = three_tiers(tmp_path)
-    assert again.stats.disk_used == (0,)
-    again.close()
-
-
 def test_blocks_are_computed_again_when_that_is_faster() -> None:
     kv = make(5, host=(20,), copy_bytes_per_s=1.0)
     memory = Memory(kv)

@@ -53,11 +53,11 @@ def test_the_engine_hears_of_entries_that_left() -> None:
     tokens = prompt(4 * B)
     kv.admit(1, tokens[:1])
     assert kv.extend(1, 3 * B)
-    kv.take_new_blocks(1)
+    kv.take_new_blocks({1: 0})
     assert not kv.has_left(1)
     kv.commit(1, tokens, 3 * B)  # tokens 7 and on are in reach
-    assert kv.has_left(1) and kv.take_new_blocks(1) == ([(0, 0)],)
-    assert not kv.has_left(1) and kv.take_new_blocks(1) == ([],)
+    assert kv.has_left(1) and kv.take_new_blocks({1: 3}) == [[3, 0, 0]]
+    assert not kv.has_left(1) and kv.take_new_blocks({1: 3}) == [[]]
 
 
 def test_a_long_sequence_runs_in_a_small_window_pool() -> None:
@@ -72,7 +72,7 @@ def test_a_prefix_is_found_without_what_is_out_of_reach() -> None:
     kv = make((30, 10), specs=(spec(), spec(W)))
     tokens = prompt(6 * B)
     serve(kv, 1, tokens)
-    nodes = kv.index.walk(kv.claim().space, tokens, 6)
+    nodes = kv.index.walk(kv.claim().space, tokens, 6)[0]
     for at in (0, 2, 1):  # any of them, not the leaves first
         kv.store.unname(1, nodes[at])
         kv.check()
@@ -88,7 +88,7 @@ def test_a_hole_in_the_window_shortens_the_match() -> None:
     kv = make((30, 20), specs=(spec(), spec(W)))
     tokens = prompt(6 * B)
     serve(kv, 1, tokens)
-    nodes = kv.index.walk(kv.claim().space, tokens, 6)
+    nodes = kv.index.walk(kv.claim().space, tokens, 6)[0]
     kv.store.unname(1, nodes[4])
     assert kv.match([*tokens, 1]) == 4 * B  # 5 and 6 blocks reach back into block 4
     kv.store.unname(1, nodes[3])
@@ -104,7 +104,7 @@ def test_sinks_are_needed_for_a_match() -> None:
     assert kv.admit(2, [*tokens, 1]) == 6 * B
     assert [block > 0 for block in kv.table(2, 1)] == [True, True, False, False, True, True]
     kv.release(2)
-    nodes = kv.index.walk(kv.claim().space, tokens, 6)
+    nodes = kv.index.walk(kv.claim().space, tokens, 6)[0]
     kv.store.unname(1, nodes[1])
     assert kv.match([*tokens, 1]) == B
 

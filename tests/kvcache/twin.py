@@ -160,17 +160,7 @@ class Twin:
         return True
 
     def unlease(self, at: int) -> None:
-        group, block = self.extra.pop(at)
+        _, block = self.extra.pop(at)
         block.leases -= 1
-        if block.leases:
-            return
-        self.use(block)
-        salt, tokens = block.key or ("", ())
-        for end in range(len(tokens) - self.tokens_per_block, 0, -self.tokens_per_block):
-            above = self.named[group].get((salt, tokens[:end]))
-            if above:
-                self.use(above)
-
-    def reset(self) -> None:
-        for salt in {it.salt for it in self.owners.values()} | {key[0] for named in self.named for key in named}:
-            self.forget((salt, ()))
+        if not block.leases:
+            self.use(block)

@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
 from headrace import plugins
 from headrace.attention.cpu import CpuAttention
 from headrace.attention.port import AttentionBackend
 from headrace.attention.torch import TorchAttention
+from headrace.layers.experts import RoutedExperts
+from headrace.layers.port import Model, RecurrentLayer
+from headrace.models._transformers import ALSO_RUNS
 from tests.kits.model import (
     Case,
+    Row,
+    Sequences,
+    assert_close,
+    check_branches,
     check_chunks,
     check_decode,
     check_mixed_batch,
     check_prefill,
+    check_prefix_hit,
+    edge_lengths,
+    load_model,
     make_case,
+    prompt,
 )
+from tests.kits.tiny import ROWS, tiny_model
 
-NOT_CAUSAL = {"gemma3"}
+
+def layer_kinds(model: Model) -> set[str]:
+    found: set[str] = set()
+    for layer in model.layers:
+        if isinstance(layer, RecurrentLayer):
+            found.add("state")
+        elif layer.spec is None:
+            continue
+        elif layer.spec.kind != "heads":
+            found.add(layer.spec.kind)
+        else:
+            found.add("full" if layer.spec.window is None else "window")
+    return found
+
+
+NOT_CAUSAL = {"qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "minimax_m3_vl", "mistral3"}
 """Multimodal wrappers, which transformers has no causal class for; their files test them."""
 
 MODEL_TYPES = [
@@ -34,7 +64,7 @@ MODEL_TYPES = [
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     torch.set_num_threads(1)
     _, model_type = request.param
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in CONFIG_MAPPING and not tiny_model(model_type).oracle:
         pytest.skip(f"transformers has no {model_type}: its oracle is in a test of its own")
     return make_case(tmp_path_factory.mktemp(model_type), model_type)
 
@@ -56,8 +86,44 @@ def test_mixed_batch(case: Case, backend: type[AttentionBackend]) -> None:
     check_mixed_batch(case, backend=backend())
 
 
+def test_prefix_hit(case: Case) -> None:
+    check_prefix_hit(case)
+
+
+def test_prompts_reach_the_branches(case: Case) -> None:
+    branches = tiny_model(case.oracle.config.model_type).branches
+    keys = branches.keys() & {"sliding_window", "attention_chunk_size"}
+    assert case.window is None or keys, "the row has to show that the window matters"
+    check_branches(case, branches)
+
+
 def test_sizes_are_the_configs(case: Case) -> None:
     assert case.model.vocab_size == case.oracle.config.vocab_size
     assert len(case.model.layers) == case.oracle.config.num_hidden_layers
-    num_parameters = sum(value.numel() for value in case.oracle.parameters())
-    assert case.report.weight_bytes == case.model.weight_map().weight_bytes == 4 * num_parameters
+    stored = load_file(case.source.path / "model.safetensors").values()
+    assert case.report.weight_bytes == case.model.weight_map().weight_bytes == sum(value.nbytes for value in stored)
+
+
+def test_declarations(case: Case) -> None:
+    """What `headrace models` says of a file is what its models are made of."""
+    declared: Any = type(case.model)
+    assert layer_kinds(case.model) <= declared.layer_kinds
+    modules = case.model.weight_map().modules
+    assert any(isinstance(module, RoutedExperts) for module in modules) == declared.has_experts
+
+
+def test_fallback(case: Case) -> None:
+    """Whether the transformers backend runs it too is known, and where it does it computes the same."""
+    try:
+        model, _ = load_model(case.source, impl="transformers")
+    except ValueError:
+        assert case.oracle.config.model_type not in ALSO_RUNS
+        return
+    assert case.oracle.config.model_type in ALSO_RUNS
+    ids = prompt(max(edge_lengths(case)))
+    (logits,) = Sequences(model).step([(Row(), ids)])
+    assert_close(logits, case.logits(ids), "through transformers")
+
+
+def test_every_row_has_a_file() -> None:
+    assert ROWS.keys() <= {model_type for _, model_type in MODEL_TYPES}

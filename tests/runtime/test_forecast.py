@@ -27,6 +27,7 @@ def test_a_plan_by_hand() -> None:
     plan = planned(LLAMA_70B, ranks=Ranks(4), max_batch_size=64, max_seq_len=8192, cuda_graph_config=None)
     weights = plan.tightest.facts.weight_bytes
     free = 143_771 * MIB - CONTEXT_BYTES - COLLECTIVES_BYTES - weights - 8192 * (2 * 28_672 + 6 * 8192) * 2
+    free -= 64 * 128_256 * (2 + 4)  # logits
     slots = 128 * (1024 + 4 * 4097)
     blocks = int((free - slots) * 0.9) // (327_680 // 4 * 32) - 1
     assert plan.num_tokens == blocks * 32 and plan.max_seq_len == 8192
@@ -91,7 +92,7 @@ def test_turning_down_ends_when_it_fits() -> None:
     changes = turn_down(start, length=8192, concurrency=wanted)
     assert changes[-1].num_requests >= wanted > changes[-2].num_requests
     assert [change.setting for change in changes] == [
-        "kv_cache_config.free_gpu_memory_fraction", "max_num_tokens", "kv_cache_config.dtype",
+        "kv_cache_config.free_gpu_memory_fraction", "max_num_tokens", "max_batch_size", "kv_cache_config.dtype",
     ]  # fmt: skip
     assert turn_down(start, length=8192, concurrency=1) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import time
 from pathlib import Path
@@ -14,8 +15,8 @@ from headrace.engine.fake import FakeEngine, reference
 from headrace.engine.instant import InstantEngine
 from headrace.hub.source import ModelSource
 from headrace.runtime.launch import LocalRuntime
-from headrace.seam import StepResult
-from headrace.types import Request, Sampling
+from headrace.seam import StepPlan, StepResult
+from headrace.types import Grammar, Request, Sampling
 
 SOURCE = ModelSource(kind="hf", path=Path("/nowhere"), name="fake")
 
@@ -111,3 +112,32 @@ def test_bad_input_is_told_as_such() -> None:
     front = Front(Unreadable())
     failed = front.messages.get(timeout=10)
     assert failed == wire.Failed("config.json: is not JSON", failed.traceback, bad_input=True)  # type: ignore[union-attr]
+
+
+class SlowCompiler(InstantEngine):
+    """Compiles a grammar in 0.3 s, beside the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_empty = 0
+        self._open: dict[int, float] = {}
+
+    def submit(self, plan: StepPlan) -> None:
+        self.num_empty += not plan.num_rows
+        self._open |= {command.id: time.monotonic() + 0.3 for command in plan.commands}
+        super().submit(dataclasses.replace(plan, commands=()))
+
+    def collect(self) -> StepResult:
+        done = {command: {"error": ""} for command, end_s in self._open.items() if end_s <= time.monotonic()}
+        self._open = {command: end_s for command, end_s in self._open.items() if command not in done}
+        return dataclasses.replace(super().collect(), finished_commands=done)
+
+
+def test_a_wait_for_a_grammar_takes_few_empty_plans() -> None:
+    engine = SlowCompiler()
+    front = Front(engine)
+    assert isinstance(front.messages.get(timeout=60), wire.Ready)
+    front.runtime.send(wire.Submit([request(1, grammar=Grammar(kind="regex", spec="a*"))]))
+    assert len(front.until_finished(1)) == 6
+    assert 1 < engine.num_empty <= 60, "ten of a millisecond, then each after a tenth more of the time"
+    front.runtime.close()

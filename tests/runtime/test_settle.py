@@ -198,4 +198,4 @@ def test_the_table_adds_up() -> None:
 
 def test_graphs_take_their_part() -> None:
     args = LlmArgs.model_validate({"model": "m"})
-    assert settle(args, FACTS, graph_bytes=GIB).num_tokens < settle(args, FACTS).num_tokens
+    assert settle(args, dataclasses.replace(FACTS, graph_bytes=GIB)).num_tokens < settle(args, FACTS).num_tokens

@@ -19,9 +19,16 @@ def params_of(samplings: list[Sampling], vocab_size: int) -> RowParams:
     return state.rows(torch.arange(len(samplings)))
 
 
-def new_sampler(seqs: list[Sequence], *, vocab: int, num_valid: int | None = None, device: str = "cpu") -> Sampler:
+def new_sampler(
+    seqs: list[Sequence],
+    *,
+    vocab: int,
+    num_valid: int | None = None,
+    device: str = "cpu",
+    by_kernels: bool | None = None,
+) -> Sampler:
     """Sequence i in slot i."""
-    sampler = Sampler(len(seqs), vocab, num_valid_ids=num_valid or vocab, device=device)
+    sampler = Sampler(len(seqs), vocab, num_valid_ids=num_valid or vocab, device=device, by_kernels=by_kernels)
     for slot, seq in enumerate(seqs):
         sampler.begin(seq.init(slot))
     return sampler

@@ -27,7 +27,7 @@ def _positions(draw):
 def test_measure_equals_twin(case) -> None:
     positions, k = case
     found = measure(torch.tensor([x for x, _ in positions]), torch.tensor([token for _, token in positions]), k)
-    host = found.to_host()
+    host = found.to_host().wait()
     assert host.ids.dtype == np.int32 and host.values.dtype == np.float32 and host.ranks.dtype == np.int32
     for at, (x, token) in enumerate(positions):
         order, logprobs = twin.ranking(x), twin.log_softmax(x)
@@ -42,14 +42,14 @@ def test_values_are_finite(odd: float) -> None:
     logits = torch.zeros(2, 5)
     logits[0, 1] = odd
     logits[1] = odd
-    found = measure(logits, torch.tensor([1, 1]), 5).to_host()
+    found = measure(logits, torch.tensor([1, 1]), 5).to_host().wait()
     assert np.isfinite(found.values).all() and (found.values >= FLOOR).all()
     if odd == math.inf:
         assert found.values[0, 0] == 0.0 and found.ranks[0] == 1
 
 
 def test_target_outside_the_vocabulary_has_the_floor() -> None:
-    found = measure(torch.zeros(2, 4), torch.tensor([-1, 4]), 1).to_host()
+    found = measure(torch.zeros(2, 4), torch.tensor([-1, 4]), 1).to_host().wait()
     assert found.ids[:, 0].tolist() == [-1, 4]
     assert found.values[:, 0].tolist() == [FLOOR, FLOOR] and found.ranks.tolist() == [4, 4]
     assert found.ids[:, 1].tolist() == [0, 0]
@@ -70,7 +70,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(num: int, k: int, max_elements:
         return logits[part].clone()
 
     with mock.patch.object(rows, "MAX_CHUNK_ELEMENTS", max_elements):
-        found = prompt_logprobs(logits_of, targets, k, vocab_size=vocab_size, num_valid_ids=num_valid)
+        found = prompt_logprobs(logits_of, targets, k, vocab_size=vocab_size, num_valid_ids=num_valid).wait()
     assert widest <= max(1, max_elements // vocab_size)
     assert found.ids.shape == found.values.shape == (num, 1 + min(k, num_valid)) and found.ranks.shape == (num,)
     for at in range(num):

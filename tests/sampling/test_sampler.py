@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.sampling import draw, rows
-from headrace.sampling import sampler as sampler_module
 from headrace.sampling.sampler import Sampled, Sampler
 from headrace.sampling.verify import verify
 from headrace.seam import HOST_TOKEN, SAMPLE, ints
@@ -58,18 +57,17 @@ def small_limits() -> Iterator[None]:
     """Bounds so small that every path runs on a vocabulary of eleven."""
     with (
         mock.patch.object(draw, "MAX_NARROW", 3),
-        mock.patch.object(sampler_module, "MAX_NARROW", 3),
         mock.patch.object(rows, "MAX_CHUNK_ELEMENTS", 2 * VOCAB),
     ):
         yield
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(sequences, min_size=1, max_size=6), st.booleans(), st.data())
-def test_equals_twin_over_steps(seqs: list[Sequence], narrow: bool, data: st.DataObject) -> None:
+@given(st.lists(sequences, min_size=1, max_size=6), st.booleans(), st.booleans(), st.data())
+def test_equals_twin_over_steps(seqs: list[Sequence], narrow: bool, by_kernels: bool, data: st.DataObject) -> None:
     seqs = copy.deepcopy(seqs)
     with small_limits() if narrow else contextlib.nullcontext():
-        sampler = new_sampler(seqs, vocab=VOCAB, num_valid=NUM_VALID)
+        sampler = new_sampler(seqs, vocab=VOCAB, num_valid=NUM_VALID, by_kernels=by_kernels)
         for _ in range(3):
             slots = data.draw(st.permutations(range(len(seqs))))
             rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

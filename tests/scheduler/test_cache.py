@@ -10,7 +10,7 @@ from headrace.kvcache.manager import KvCache
 from headrace.kvcache.settings import CacheSettings
 from headrace.scheduler.scheduler import Scheduler
 from headrace.seam import GroupSpec, PoolSizes
-from headrace.types import Retention, RetentionRange
+from headrace.types import BeamSearch, Request, Retention, RetentionRange, Sampling
 from tests.scheduler.driver import Driver
 
 FULL = GroupSpec((0,), 1, 8, "float32", bytes_per_token=4)
@@ -84,6 +84,35 @@ def test_a_prompt_that_no_longer_fits_beside_pins_is_told_so() -> None:
     assert ends[2].finish == "error" and "at most 23 do; unpin some of: system" in ends[2].error
     assert ends[3].finish == "length"
     assert computed == 23, "it ends where the room beside the pins does, with 24 tokens"
+
+
+@pytest.mark.parametrize(("length", "error"), [(24, "at most 23 do; unpin some of: system"), (40, "can never fit")])
+def test_a_prompt_that_does_not_fit_beside_pins_is_refused_with_their_names(length: int, error: str) -> None:
+    driver = Driver(num_blocks=11)
+    driver.add(1, 17, pin="system", max_tokens=2)
+    driver.drain()
+    driver.add(2, length)
+    driver.drain()
+    (end,) = [delta for delta in driver.deltas if delta.id == 2]
+    assert end.finish == "error" and error in end.error
+    assert driver.scheduler.unpin("system")
+    driver.add(3, 24)
+    driver.drain()
+    assert driver.finish_of(3) == "length"
+
+
+def test_beams_of_a_model_with_recurrent_layers_are_refused() -> None:
+    beam = BeamSearch(width=2, num_return=2)
+    driver = Driver(specs=(FULL, STATE))
+    driver.add(1, 9, beam=beam)
+    driver.add(2, 9)
+    driver.drain()
+    assert (driver.finish_of(1), driver.finish_of(2)) == ("error", "length")
+    error = next(delta.error for delta in driver.deltas if delta.id == 1)
+    assert "beam search" in error and "recurrent" in error
+    asked = Request(id=3, prompt=[1, 2], sampling=Sampling(), max_tokens=2, arrival_s=0.0, beam=beam)
+    assert driver.scheduler.refusal(asked) == error
+    assert Driver(specs=(FULL,)).scheduler.refusal(asked) == ""
 
 
 def test_a_request_waits_for_its_blocks_on_disk() -> None:

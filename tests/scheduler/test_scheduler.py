@@ -44,6 +44,18 @@ def test_chunking_policies(policy: str, steps: list[dict[int, int]]) -> None:
         assert driver.step() == expected
 
 
+@pytest.mark.parametrize(("policy", "first_step"), [("EQUAL_PROGRESS", 1), ("FIRST_COME_FIRST_SERVED", 8)])
+def test_a_short_prompt_behind_a_long_one(policy: str, first_step: int) -> None:
+    """The fair share: what came later need not wait for the whole of what came before."""
+    driver = Driver(chunking_policy=policy)
+    driver.add(1, 100)
+    driver.step()
+    driver.add(2, 4)
+    steps = [driver.step() for _ in range(10)]
+    assert next(at for at, step in enumerate(steps, 1) if 2 in step) == first_step
+    assert sum(step.get(1, 0) for step in steps[:8]) >= 60, "and the long one goes on"
+
+
 def test_unfinished_chunks_end_at_blocks() -> None:
     driver = Driver(max_num_tokens=11)
     driver.add(1, 30)

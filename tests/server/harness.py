@@ -35,18 +35,25 @@ TEMPLATE = (
     "{{ raise_exception('unknown role ' + m.role) }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}{{ suffix or '' }}"
 )
+TOOL_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %}] "
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}) {% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %} {{ c.function.name }}#{{ c.id }}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+"""One that shows reasoning, calls and their results."""
 MODEL = "fake:1"
 
 
-def text_side(folder: Path, *, has_template: bool = True) -> TextSide:
+def text_side(folder: Path, *, has_template: bool = True, template: str = TEMPLATE) -> TextSide:
     """The byte tokenizer's, for a model folder that names its EOS."""
     (folder / "config.json").write_text(json.dumps({"model_type": "fake", "eos_token_id": 257}))
     tokenizer = ByteTokenizer()
-    template = ChatTemplate(
-        {"default": TEMPLATE} if has_template else {}, special_tokens=tokenizer.special_tokens, name=MODEL
+    chat_template = ChatTemplate(
+        {"default": template} if has_template else {}, special_tokens=tokenizer.special_tokens, name=MODEL
     )
     source = ModelSource(kind="hf", path=folder, name=MODEL)
-    return TextSide(source=source, tokenizer=tokenizer, template=template)
+    return TextSide(source=source, tokenizer=tokenizer, template=chat_template)
 
 
 @dataclass

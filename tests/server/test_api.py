@@ -216,7 +216,19 @@ class TestRefusals:
             ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
             ({"priority": 2}, "priority"),
             ({"cache_salt": ""}, "cache_salt"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"response_format": {"type": "xml"}}, "response_format"),
+            ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+            ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format"),
+            ({"response_format": {"type": "regex", "regex": "("}}, "response_format"),
+            ({"response_format": {"type": "ebnf", "ebnf": "start: a"}}, "response_format"),
+            ({"response_format": {"type": "structural_tag", "format": {"type": "x"}}}, "response_format"),
+            ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+            ({"guided_json": "{"}, "guided_json"),
+            ({"guided_choice": []}, "guided_choice"),
+            ({"guided_grammar": ""}, "guided_grammar"),
+            ({"guided_decoding": {"jsn": {}}}, "guided_decoding"),
+            ({"guided_decoding": {"regex": "a", "json_object": True}}, "guided_decoding"),
+            ({"guided_regex": "a", "use_beam_search": True, "n": 2}, "guided_regex"),
             ({"lora_request": {"name": "x"}}, "lora_request"),
             ({"thinking_token_budget": 5}, "thinking_token_budget"),
             ({"use_beam_search": True, "n": 9}, "n"),
@@ -233,9 +245,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "fields",
         [
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            {"tool_choice": "auto"},
-            {"reasoning_effort": "low"},
+            {"tools": [{"type": "function", "function": {"name": "two words"}}]},
+            {"tool_choice": "required"},
+            {"reasoning_effort": "some"},
             {"chat_template": "{{ 1 }}"},
             {"chat_template_kwargs": {"chat_template": "x"}},
             {"documents": [{}]},
@@ -255,7 +267,7 @@ class TestRefusals:
             ([{"role": "alien", "content": "x"}], "unknown role alien"),
             ([{"role": "user"}], "messages[0].content is required"),
             ([{"content": "x"}], "messages[0].role"),
-            ([HI[0], {"role": "tool", "content": "x"}], "messages[1]"),
+            ([HI[0], {"role": "function", "content": "x"}], "messages[1]"),
             ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}], "content[1]"),
             ([{"role": "user", "content": 3}], "messages[0].content"),
             ("hi", "messages"),
@@ -328,6 +340,12 @@ def test_unknown_fields_are_listed(server: Server) -> None:
     assert response.status_code == 200
     assert response.headers["x-headrace-warnings"] == "unknown fields: temprature, b\\nad \\xe9"
     assert response.headers["x-request-id"] == response.json()["id"]
+
+
+def test_values_that_ask_for_nothing_are_taken(server: Server) -> None:
+    response = post(server, "chat/completions", messages=HI, max_tokens=1, verbosity="medium", service_tier="auto")
+    assert response.status_code == 200 and "x-headrace-warnings" not in response.headers
+    assert refused(server, "chat/completions", messages=HI, verbosity="low")["param"] == "verbosity"
 
 
 def test_null_is_absent(server: Server) -> None:

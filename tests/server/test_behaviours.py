@@ -3,6 +3,7 @@
 The numbers are rows of the project's list of behaviours.
 
     1, 3 streams, stop strings        test_streams_equal_whole_answers, test_stop_strings
+    4, 5, 76 to 90 tools, reasoning   test_tools.py, parsers/
     8 no tokenizer                    test_service.py
     9, 11 min_tokens, EOS             test_min_tokens_and_ignore_eos; tests/sampling
     12, 14, 16 choices and seeds      test_choices_and_seeds
@@ -12,22 +13,25 @@ The numbers are rows of the project's list of behaviours.
     28, 31 ids out of the vocabulary  test_ids_out_of_the_vocabulary
     29, 32 bias, edge values          test_edges_of_sampling; test_llm_behaviours.py
     34, 35 max_tokens                 test_scoring_and_defaults
-    36, 37, 49 prompt lengths         test_prompts_that_do_not_fit, test_empty_prompts
-    38, 40 batches, usage             test_batches_and_usage
-    41, 42, 45 cancels                test_cancels_free_everything; test_service.py
+    36, 37, 49 prompt lengths         test_prompts_that_do_not_fit, test_empty_prompts; test_every_api.py
+    38, 40 batches, usage             test_batches_and_usage; test_tools.py
+    41, 42, 45 cancels                test_cancels_free_everything; test_service.py; tests/runtime/test_totals.py
     44, 46, 47, 48, 52, 66            test_llm_behaviours.py
     53, 55, 59 prefix cache           test_cached_prompts
-    92, 99 templates, bad streams     test_api.py (TestRefusals)
-    93, 94 templates, unknown fields  test_api.py
-    98 a stream's end                 test_a_killed_engine_ends_everything; test_service.py
+    68 to 72, 75 grammars             test_structured.py, test_every_api.py; tests/text/grammars, tests/twin
+    92, 93, 94, 99 refusals           test_api.py, test_every_api.py
+    96 events of /v1/responses        test_responses.py
+    98 a stream's end                 test_a_killed_engine_ends_everything; test_every_api.py, test_service.py
     100 one BOS                       test_api.py, tests/text
     102 stuck and dead engines        test_http.py, test_a_killed_engine_ends_everything
-    103, 104 health under load        test_health_answers_while_long_prompts_are_tokenised
-    105 full queue                    test_service.py
-    107, 108, 116 the end             test_run.py, test_real.py, test_a_killed_engine_ends_everything
+    103, 104 health under load        test_health_answers_while_long_prompts_are_tokenised; test_service.py
+    105 full queue                    test_service.py, test_operations.py
+    107, 108, 116 the end             test_run.py, test_real.py, test_a_killed_engine_ends_everything; tests/cli
+    109, 111 metrics                  test_operations.py, test_fronts.py
+    143 keys                          test_service.py, test_operations.py
+    148 linear parsers                parsers/test_kit.py
 
-Cannot apply yet: 4, 5, 68 to 90 (parsers, grammars), 96 (responses), 109, 111 (metrics), 133 to 142 (adapters, images,
-disaggregation): later work.
+Not built: 90's thinking budget, 93's opt-in, 133 to 142 (adapters, images, disaggregation).
 """
 
 from __future__ import annotations

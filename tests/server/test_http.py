@@ -13,6 +13,7 @@ import pytest
 
 from headrace.server import protocol, reading
 from headrace.server.prepare import Kitchen
+from headrace.server.tenancy import Caller
 
 from .harness import MODEL, Server, running
 
@@ -142,8 +143,8 @@ def test_a_request_that_cannot_travel_fails_alone(server: Server, monkeypatch: p
     """An integer of more than 64 bits has no place in a message; nothing of the request may stay behind."""
     original = Kitchen.completion
 
-    def too_large(kitchen: Kitchen, data: bytes) -> Any:
-        prepared = original(kitchen, data)
+    def too_large(kitchen: Kitchen, data: bytes, caller: Caller) -> Any:
+        prepared = original(kitchen, data, caller)
         prepared.requests[0].prompt.append(2**70)
         return prepared
 

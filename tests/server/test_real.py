@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -21,14 +24,14 @@ QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class Real:
-    def __init__(self, log: Path, *, max_kv_tokens: int = 16384) -> None:
+    def __init__(self, log: Path, *, max_kv_tokens: int = 16384, flags: tuple[str, ...] = ()) -> None:
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         command = [sys.executable, "-m", "headrace.cli.main", "serve", "smollm2", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--engine_threads", "1", "--max_beam_width", "2"]
-        command += ["--set", f"kv_cache_config.max_tokens={max_kv_tokens}"]
+        command += ["--set", f"kv_cache_config.max_tokens={max_kv_tokens}", *flags]
         with log.open("w") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output)
 
@@ -131,6 +134,67 @@ def test_a_client_that_leaves_and_a_mistake_disturb_nobody(real: Real) -> None:
         real.client.completions.create(model="smollm2", prompt="a", max_tokens=100_000)
     assert error.value.code == "context_length_exceeded"
     assert real.client.completions.create(model="smollm2", prompt="2 + 2 =", max_tokens=2).choices
+
+
+def test_responses_and_their_chain(real: Real) -> None:
+    create = real.client.responses.create
+    whole = create(model="smollm2", input="What is the capital of France?", temperature=0, max_output_tokens=16)
+    assert "Paris" in whole.output_text and whole.status == "completed"
+    with real.client.responses.stream(
+        model="smollm2", input="What is the capital of France?", temperature=0, max_output_tokens=16
+    ) as stream:
+        assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == whole.output_text
+    after = create(model="smollm2", input="And of Italy?", previous_response_id=whole.id, temperature=0,
+                   max_output_tokens=16)  # fmt: skip
+    assert after.usage is not None and whole.usage is not None
+    assert after.usage.input_tokens > whole.usage.input_tokens + whole.usage.output_tokens
+    assert after.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_structured_responses(real: Real) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"],
+              "additionalProperties": False}  # fmt: skip
+    answer = real.client.responses.create(
+        model="smollm2",
+        input="Name the capital of France.",
+        temperature=0,
+        max_output_tokens=60,
+        text={"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}},
+    )
+    assert set(json.loads(answer.output_text)) == {"city"}
+
+
+def test_messages(real: Real) -> None:
+    client = anthropic.Anthropic(base_url=real.url, api_key="none", max_retries=0, timeout=60)
+    asked: Any = {"model": "smollm2", "messages": QUESTION, "max_tokens": 16, "extra_body": {"temperature": 0}}
+    whole = client.messages.create(**asked)
+    assert whole.content[0].type == "text" and "Paris" in whole.content[0].text and whole.stop_reason == "end_turn"
+    with client.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+    counted = client.messages.count_tokens(model="smollm2", messages=QUESTION).input_tokens
+    assert whole.usage.cache_read_input_tokens is not None
+    assert counted == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+
+
+def test_embeddings_tell_meanings_apart(real: Real) -> None:
+    texts = ["The cat sleeps on the sofa.", "A kitten naps on the couch.", "Interest rates rose by two percent."]
+    answer = real.client.embeddings.create(model="smollm2", input=texts, extra_body={"pooling": "mean"})
+    rows = np.asarray([entry.embedding for entry in answer.data])
+    assert rows.shape == (3, 576) and np.allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-3)
+    assert rows[0] @ rows[1] > rows[0] @ rows[2]
+    one = real.client.embeddings.create(model="smollm2", input=texts[2], extra_body={"pooling": "mean"}).data[0]
+    assert np.allclose(one.embedding, rows[2], atol=0.02)
+
+
+def test_tokens_there_and_back_and_the_template(real: Real) -> None:
+    tokens = httpx.post(f"{real.url}/tokenize", json={"prompt": "The capital of France"}).json()["tokens"]
+    text = httpx.post(f"{real.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == "The capital of France"
+    rendered = httpx.post(f"{real.url}/render", json={"messages": QUESTION}).json()
+    assert rendered["prompt"].endswith("<|im_start|>assistant\n") and "capital of France" in rendered["prompt"]
+    body = {"model": "smollm2", "messages": QUESTION, "max_tokens": 1}
+    answer = httpx.post(f"{real.url}/v1/chat/completions", json=body, timeout=60).json()
+    assert answer["usage"]["prompt_tokens"] == rendered["count"] == len(rendered["prompt_token_ids"])
 
 
 def test_sigterm_leaves_nothing(real: Real) -> None:

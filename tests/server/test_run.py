@@ -73,17 +73,32 @@ def process(**options: Any) -> Iterator[Process]:
         found.child.wait()
 
 
-def test_sigterm_lets_streams_finish() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
     with process(step_s=0.01) as server:
         server.wait_ready()
         thread, lines, _ = server.start_stream()
-        server.child.send_signal(signal.SIGTERM)
+        server.child.send_signal(number)
         assert until(lambda: server.status("/health/ready") == 503)
         assert server.child.poll() is None
         thread.join(20)
         events = events_of("".join(lines))
         assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
-        assert server.end()[0] == 0
+        code, errors = server.end()
+        assert code == 0 and f"{number.name}: stopping" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_server_is_up_is_told(number: signal.Signals) -> None:
+    """While modules are imported and the configuration is read, nothing runs yet that could be drained."""
+    program = (
+        "from headrace.cli import serve; serve._end_well_on_signals(); print(flush=True); import time; time.sleep(30)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "\n"
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=20)
+    assert child.returncode == 0 and errors == f"headrace: {number.name} before the server was up\n"
 
 
 @pytest.mark.parametrize("how", ["a second signal", "the timeout"])

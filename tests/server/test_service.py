@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -271,13 +272,14 @@ def test_api_keys(folder: Path) -> None:
 
         paths = [route.path for route in make_app(server.service, version="0").routes if isinstance(route, Route)]
         assert "/v1/chat/completions" in paths and "/version" in paths
-        for path in paths:
-            url = server.url + path.replace("{name:path}", "x")
-            is_open = path in ("/health", "/health/ready")
-            assert (httpx.get(url).status_code == 401) is not is_open, path
-            assert (httpx.get(url, headers={"authorization": "Bearer on"}).status_code == 401) is not is_open
-            assert httpx.get(url, headers={"authorization": "bearer two"}).status_code != 401
-        assert httpx.get(server.url + "/nothing").status_code == 401
+        with httpx.Client(base_url=server.url, timeout=20) as client:
+            for path in paths:
+                url = path.replace("{name:path}", "x")
+                is_open = path in ("/health", "/health/ready")
+                assert (client.get(url).status_code == 401) is not is_open, path
+                assert (client.get(url, headers={"authorization": "Bearer on"}).status_code == 401) is not is_open
+                assert client.get(url, headers={"authorization": "bearer two"}).status_code != 401
+            assert client.get("/nothing").status_code == 401
 
 
 def test_stream_interval_gathers_tokens(folder: Path) -> None:
@@ -287,32 +289,33 @@ def test_stream_interval_gathers_tokens(folder: Path) -> None:
         assert "".join(texts) == "a" * 10 and [len(text) for text in texts] == [1, 4, 4, 1, 0]
 
 
-def test_the_event_loop_is_free_while_a_long_prompt_is_tokenised(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [97]}),
+    ],
+)
+def test_the_event_loop_is_free_while_a_worker_tokenises(folder: Path, path: str, body: dict[str, Any]) -> None:
     """The health check answers while workers are held up."""
-    gate = threading.Event()
+    gate, entered = threading.Event(), threading.Event()
     with running(folder) as server:
-        kitchen = server.service.kitchen()
-        tokenizer: Any = kitchen.tokenizer
-        encode = tokenizer.encode
-        entered = threading.Event()
+        tokenizer: Any = server.service.kitchen().tokenizer
 
-        def slow(text: str, **options: Any) -> list[int]:
-            entered.set()
-            assert gate.wait(10)
-            return encode(text, **options)
+        def slowed(work: Callable[..., Any]) -> Callable[..., Any]:
+            def slow(*words: Any, **options: Any) -> Any:
+                entered.set()
+                assert gate.wait(10)
+                return work(*words, **options)
 
-        tokenizer.encode = slow
-        results: list[int] = []
-        thread = threading.Thread(
-            target=lambda: results.append(
-                httpx.post(
-                    f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=20
-                ).status_code
-            )
-        )
-        thread.start()
-        assert entered.wait(10)
-        assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
-        gate.set()
-        thread.join(10)
-        assert results == [200]
+            return slow
+
+        tokenizer.encode, tokenizer.decode = slowed(tokenizer.encode), slowed(tokenizer.decode)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(httpx.post, f"{server.url}{path}", json=body, timeout=20)
+            assert entered.wait(10)
+            assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+            gate.set()
+            assert answer.result(10).status_code == 200

@@ -13,6 +13,7 @@ from headrace.front.collector import Collector
 from headrace.front.errors import RequestError
 from headrace.params import SamplingParams
 from headrace.server.answer import Answer
+from headrace.server.completion_route import COMPLETION
 from headrace.server.feed import Feed
 from headrace.server.job import Job
 from headrace.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, token_name
@@ -64,7 +65,7 @@ class TestLogprobs:
 
 
 def make_job(*, stream: bool, prompts: int = 1, **params: Any) -> Job:
-    job = Job(Answer(kind="completion", model="m", n=1, tokenizer=TOKENIZER, stream=stream), Feed())
+    job = Job(Answer(api=COMPLETION, model="m", tokenizer=TOKENIZER, stream=stream), Feed())
     for _ in range(prompts):
         requests, resolved = make_builder().build(ids_of("hi"), SamplingParams(**params), allocate=counted())
         job.add(Collector(requests, resolved, tokenizer=TOKENIZER, streaming=stream))

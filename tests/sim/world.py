@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from headrace.engine.fake import FakeEngine
-from headrace.engine.fake_memory import NO_STAMP, Alone, Disk, next_token
+from headrace.engine.fake_memory import NO_STAMP, Alone, Disk, next_token, reference_embedding
 from headrace.kvcache.manager import KvCache
 from headrace.scheduler.scheduler import Scheduler
 from headrace.seam import GroupSpec, StepPlan
@@ -148,6 +148,8 @@ class World:
         }
         if rng.random() < 0.05:
             fields.setdefault("sampling", Sampling(prompt_logprobs=0))
+        elif not fields["pin"] and "beam" not in changes and rng.random() < 0.12:
+            fields["pooling"] = rng.choice(["last", "mean"])
         return self.request(**fields)
 
     def _prompt(self) -> list[int]:
@@ -308,6 +310,9 @@ def verify_tokens(told: Told, groups: Sequence[GroupSpec], *, pins: bool = False
     assert end is not None
     if request.beam is not None:
         return
+    if request.pooling:
+        verify_embedding(told, groups)
+        return
     expected = expected_tokens(request, len(told.got), groups)
     assert told.got == expected, f"request {request.id}: {told.got} instead of {expected}"
     if end.finish == "stop":
@@ -322,6 +327,17 @@ def verify_tokens(told: Told, groups: Sequence[GroupSpec], *, pins: bool = False
         assert end.error == "injected fault" or end.error.startswith(("prompt:", "beam width", "pin")), end.error
     if end.finish == "timeout":
         assert request.timeout_s is not None
+
+
+def verify_embedding(told: Told, groups: Sequence[GroupSpec]) -> None:
+    request, end = told.request, told.end
+    assert end is not None and told.got == [] and end.finish != "length"
+    if end.finish == "stop":
+        expected = reference_embedding(
+            request.prompt, request.pooling, seed=request.sampling.seed, groups=groups, media=request.media
+        )
+        assert end.embedding == expected.tobytes(), f"request {request.id}: another embedding"
+        assert end.cached_tokens == 0
 
 
 def expected_tokens(request: Request, count: int, groups: Sequence[GroupSpec]) -> list[int]:

@@ -142,6 +142,15 @@ def test_broken_templates_are_template_errors(text: str, message: str) -> None:
         template(text).render([USER])
 
 
+def test_what_writes_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "{% for a in messages[0].content %}{% for b in messages[0].content %}x{% endfor %}{% endfor %}"
+    template = ChatTemplate({"default": text}, special_tokens={})
+    monkeypatch.setattr("headrace.text.template.MAX_RENDER_S", 0.1)
+    assert template.render([{"role": "user", "content": "ab"}]) == "xxxx"
+    with pytest.raises(TemplateError, match=r"took longer than 0\.1 s: send shorter messages"):
+        template.render([{"role": "user", "content": "a" * 10_000}])
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -250,3 +259,21 @@ def test_templates_of_a_gguf_file(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "m.gguf", "llama", extra=extra)
     source = ModelSource(kind="gguf", path=tmp_path / "m.gguf", name="m")
     assert rendered(source) == "plain" and rendered(source, tools=TOOLS) == "tools"
+
+
+class TestArgumentsOfPastCalls:
+    CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    END = "{% endfor %}{% endfor %}"
+
+    def asks_for_text(self, written: str) -> bool:
+        template = ChatTemplate({"default": f"{self.CALL}{written}{self.END}"}, special_tokens={})
+        return template.arguments_as_text
+
+    def test_objects_wherever_they_can_be_written(self) -> None:
+        assert not self.asks_for_text("{{ c.function.arguments | tojson }}")
+        assert not self.asks_for_text("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}")
+        assert not self.asks_for_text("{{ c.function.name }}")
+
+    def test_text_where_only_that_works(self) -> None:
+        assert self.asks_for_text("{{ '```json\n' + c.function.arguments + '```' }}")
+        assert self.asks_for_text("{{ c.function.arguments }}")

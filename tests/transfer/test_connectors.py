@@ -146,9 +146,14 @@ class Scripted(NoWorker):
 WORK = ExternalWork("meta", loads=((-1, 7), (-2, 8)), kept=((-3, 9),))
 
 
+def begin_step(guard: WorkerGuard, work: ExternalWork) -> None:
+    guard.save(work)
+    guard.load(work)
+
+
 def test_reports_are_by_copy_id() -> None:
     guard = WorkerGuard(Scripted(finished=Finished((7,), (8,), (9,))))
-    guard.begin_step(WORK)
+    begin_step(guard, WORK)
     assert guard.take_done() == [(-1, True), (-2, False), (-3, True)]
 
 
@@ -156,13 +161,13 @@ def test_reports_are_by_copy_id() -> None:
 def test_a_side_that_raises_owes_nothing(fails_at: str) -> None:
     port = Scripted(fails_at=fails_at)
     guard = WorkerGuard(port)
-    guard.begin_step(WORK)
+    begin_step(guard, WORK)
     assert sorted(guard.take_done()) == [(-3, True), (-2, False), (-1, False)] and port.closed
-    guard.begin_step(ExternalWork("meta", loads=((-4, 10),)))
+    begin_step(guard, ExternalWork("meta", loads=((-4, 10),)))
     assert guard.take_done() == [(-4, False)] and guard.take_done() == []
 
 
 def test_reports_of_nobody_end_it_but_lose_nothing() -> None:
     guard = WorkerGuard(Scripted(finished=Finished((7, 1234))))
-    guard.begin_step(WORK)
+    begin_step(guard, WORK)
     assert sorted(guard.take_done()) == [(-3, True), (-2, False), (-1, True)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.kvcache.manager import KvCache
 from headrace.runtime.core import Core
-from tests.twin.harness import VOCAB, open_runtime, request, run, tiny_llama, tokens_of
+from tests.twin.harness import VOCAB, open_runtime, request, run, tiny_gemma3, tiny_llama, tokens_of
 
 DRAW = random.Random(1)
 BASE = [DRAW.randrange(VOCAB) for _ in range(30)]
@@ -74,3 +76,62 @@ def test_what_is_below_the_offload_priority_is_dropped(llama: Path) -> None:
     cache = {"max_tokens": 160, "host_cache_size": 200_000, "secondary_offload_min_priority": 36}
     _, cached = rounds(open_runtime(llama, max_batch_size=4, kv_cache_config=cache), 2)
     assert sum(cached[1]) < 40
+
+
+def test_a_start_that_failed_gives_the_disk_back(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = {"disk_cache_size": 1_000_000, "disk_cache_path": str(tmp_path)}
+
+    def too_large(*_: Any, **__: Any) -> KvCache:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.runtime.core.KvCache", too_large)
+        with pytest.raises(MemoryError):
+            open_runtime(llama, kv_cache_config=disk)
+    core = open_runtime(llama, kv_cache_config=disk)
+    try:
+        run(core, [request(1, BASE)])
+        stats = core.scheduler.sections[0].kv.stats
+        assert stats.failed_transfers == 0 and stats.disk_used == (11,), "41 tokens were computed"
+    finally:
+        core.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3], ids=["llama", "gemma3"])
+def test_two_ranks_with_tiers_equal_one_without(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """Two rounds of prompts that the device has no room for, and one after a restart: from host and disk."""
+    folder, disk = make(tmp_path / "model"), tmp_path / "disk"
+    disk.mkdir()
+    wanted, _ = rounds(open_runtime(folder, max_batch_size=4), 2)
+    cache = {
+        "max_tokens": 160,
+        "host_cache_size": 60_000,
+        "disk_cache_size": 1_000_000,
+        "disk_cache_path": str(disk),
+        "disk_prefetch_num_reqs": 2,
+    }
+    fields: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "max_batch_size": 4,
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        "kv_cache_config": cache,
+    }
+    core = open_runtime(folder, **fields)
+    two, kept = rounds(core, 2)
+    stats = core.scheduler.sections[0].kv.stats
+    assert two == wanted
+    assert stats.offload_bytes and stats.onboard_bytes and stats.disk_write_bytes and not stats.failed_transfers
+    assert sum(kept[1]) >= 40
+    assert len(list(disk.glob("*-rank1.blocks"))) == len(core.facts.groups)
+    again = open_runtime(folder, **fields)
+    after, found = rounds(again, 1)
+    assert after == wanted[:1] and sum(found[0]) >= 40
+    stats = again.scheduler.sections[0].kv.stats
+    assert stats.disk_read_bytes and not stats.failed_transfers
+    for damaged in disk.glob("*-rank1.blocks"):
+        damaged.write_bytes(damaged.read_bytes()[:4096])
+    broken = open_runtime(folder, **fields)
+    last, _ = rounds(broken, 1)
+    assert last == wanted[:1], "a block that one rank has lost is lost on both"
+    assert broken.scheduler.sections[0].kv.stats.failed_transfers

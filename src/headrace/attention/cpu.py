@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.kernels.paged_attention import paged_attention
 from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise
@@ -13,9 +18,16 @@ __all__ = ["CpuAttention"]
 class CpuAttention:
     """A query's result has the same bits in any batch, chunk and block table."""
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of K (and of V) of one layer."""
-        return (num_blocks, num_kv_heads, block_size, head_dim)
+    kind: ClassVar[str] = "heads"
+
+    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+        """Of (heads, dim): (heads, block_size, dim)."""
+        heads, dim = shape
+        return (heads, block_size, dim)
+
+    def bind(self, regions: Mapping[str, Tensor]) -> LayerCache:
+        """K and V, [blocks, heads, block_size, dim] each."""
+        return LayerCache(**regions)
 
     def plan(self, step: AttentionStep) -> None:
         """The kernel reads the step as it is."""

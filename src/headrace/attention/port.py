@@ -2,25 +2,52 @@
 
 A backend takes the packed projection of a layer: it norms and turns the heads, writes the new K and V into the paged
 cache and attends over it (a GPU does the first three in one kernel). It owns the layout of the cache (the engine only
-allocates the shape it asks for) and whatever metadata it wants to compute once a step for all layers of a group
+allocates the shapes it asks for) and whatever metadata it wants to compute once a step for all layers of a group
 (`plan`).
+
+There are kinds of attention. A kind has a spec (what one layer is), an input that the layer hands over, and backends
+that compute it; the room's files say which kind they are for. Kind `heads`, below, keeps K and V by head: its files are
+`torch` (the oracle), `cpu` and `triton`. Those of another kind are named after it: `latent_torch`, `latent_triton`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from headrace.kernels.quantise import PLAIN, Form, Quantised
 from headrace.kernels.rope_write import Projected
+from headrace.seam import Region
+
+
+class CacheSpec(Protocol):
+    """What the engine reads of a layer's attention, whatever its kind. A frozen dataclass."""
+
+    kind: ClassVar[str]
+
+    @property
+    def window(self) -> int | None:
+        """Tokens a query sees, itself included; None is everything."""
+        ...
+
+    @property
+    def sink_tokens(self) -> int:
+        """First tokens that a query sees beside its window."""
+        ...
+
+    def regions(self, dtype: str) -> tuple[Region, ...]:
+        """What a layer keeps of each token. dtype: of the KV cache, as torch names it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one layer's attention is, fixed at load."""
+    """What one layer's attention over heads is, fixed at load."""
 
+    kind: ClassVar[str] = "heads"
     num_heads: int
     """On this rank."""
     num_kv_heads: int
@@ -28,6 +55,8 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     """Tokens a query sees, itself included; None is everything."""
+    is_chunked: bool = False
+    """The window is a chunk: a query sees the tokens since the last multiple of it, not all of the last ones."""
     sink_tokens: int = 0
     """First tokens that a query sees beside its window."""
     soft_cap: float | None = None
@@ -37,6 +66,10 @@ class AttentionSpec:
     k_scale: float = 1.0
     """An FP8 cache holds keys divided by this; caches of other types ignore it."""
     v_scale: float = 1.0
+
+    def regions(self, dtype: str) -> tuple[Region, ...]:
+        shape = (self.num_kv_heads, self.head_dim)
+        return Region("k", shape, dtype), Region("v", shape, dtype)
 
 
 @dataclass(slots=True)
@@ -60,17 +93,24 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's paged KV: views into its group's pool, in the backend's layout."""
+    """One layer's paged K and V: views into its group's pool, in the backend's layout."""
 
     k: Tensor
     v: Tensor
 
 
 class AttentionBackend(Protocol):
-    """One way to attend. Stateless between steps; one instance an engine."""
+    """One way to attend. Stateless between steps; one instance an engine. Written for kind `heads`; other kinds have
+    a cache, a spec and an input of their own."""
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of K (and of V) of one layer. Blocks come first: the engine copies them whole."""
+    kind: ClassVar[str]
+
+    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+        """How a block lays out a region of this shape a token. [blocks, *this] is what `bind` is given."""
+        ...
+
+    def bind(self, regions: Mapping[str, Tensor]) -> Any:
+        """One layer's regions by name -> the cache that `run` takes."""
         ...
 
     def plan(self, step: AttentionStep) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.kernels.paged_attention import paged_attention_twin
 from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise_twin
@@ -13,9 +18,16 @@ __all__ = ["TorchAttention"]
 class TorchAttention:
     """Slow and obvious: a row at a time over a gathered context."""
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of K (and of V) of one layer."""
-        return (num_blocks, num_kv_heads, block_size, head_dim)
+    kind: ClassVar[str] = "heads"
+
+    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+        """Of (heads, dim): (heads, block_size, dim)."""
+        heads, dim = shape
+        return (heads, block_size, dim)
+
+    def bind(self, regions: Mapping[str, Tensor]) -> LayerCache:
+        """K and V, [blocks, heads, block_size, dim] each."""
+        return LayerCache(**regions)
 
     def plan(self, step: AttentionStep) -> None:
         """Nothing to share between layers."""

@@ -6,7 +6,11 @@ and on `max_query` and `max_kv`, which have to bound every replay of a captured 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
+from torch import Tensor
 
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.kernels._triton_decode import DecodePlan, launch_decode, plan_decode
@@ -17,13 +21,28 @@ from headrace.kernels.rope_write import Projected
 
 __all__ = ["TritonAttention"]
 
+MAX_HEAD_DIM = 256
+"""No tiles have been found yet that hold larger heads (the full layers of Gemma 4)."""
+
 
 class TritonAttention:
     """A query's result depends on its row's history, and by rounding on how many rows share the step."""
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of K (and of V) of one layer."""
-        return (num_blocks, num_kv_heads, block_size, head_dim)
+    kind: ClassVar[str] = "heads"
+
+    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+        """Of (heads, dim): (heads, block_size, dim)."""
+        heads, dim = shape
+        if dim > MAX_HEAD_DIM:
+            raise ValueError(
+                f"the Triton attention kernels take heads of at most {MAX_HEAD_DIM} features, and this model's have"
+                f" {dim}: set attn_backend to VANILLA"
+            )
+        return (heads, block_size, dim)
+
+    def bind(self, regions: Mapping[str, Tensor]) -> LayerCache:
+        """K and V, [blocks, heads, block_size, dim] each."""
+        return LayerCache(**regions)
 
     def plan(self, step: AttentionStep) -> None:
         """What layers share is made by the first of them, which knows the heads."""

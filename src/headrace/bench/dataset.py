@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.bench.sharegpt import fetch_sharegpt, sharegpt_tasks
-from headrace.bench.workload import Task, is_json_array, random_tasks, read_json_lines
+from headrace.bench.workload import Task, is_json_array, random_tasks, read_json_lines, whole_conversations
 from headrace.text.tokenizer import Tokenizer
 
 __all__ = ["DEFAULT_NUM_REQUESTS", "Dataset", "load_tasks"]
@@ -81,4 +81,4 @@ def _first(tasks: list[Task], dataset: Dataset) -> list[Task]:
     wanted = dataset.num_requests
     if wanted > len(tasks):
         raise ValueError(f"{dataset.name} has {len(tasks)} requests and --num_requests is {wanted}: lower it")
-    return tasks[: wanted or None]
+    return whole_conversations(tasks, wanted) if wanted else tasks

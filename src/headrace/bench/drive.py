@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from headrace import wire
+from headrace.bench.pace import Closed, Pace, Turns
 from headrace.bench.record import Record
-from headrace.bench.workload import Task
+from headrace.bench.workload import Task, full_lengths
 from headrace.log import get
 from headrace.types import Request, Sampling
 
@@ -18,6 +19,7 @@ __all__ = ["Driver", "OpenRuntime", "Progress", "Runtime", "check_tasks"]
 
 POLL_S = 0.2
 STATS_TIMEOUT_S = 60.0
+ALL_AT_ONCE = Closed()
 
 log = get("bench")
 
@@ -43,8 +45,8 @@ def check_tasks(tasks: Sequence[Task], info: wire.ModelInfo) -> None:
     Raises:
         ValueError: naming the request and the setting in its way.
     """
-    for task in tasks:
-        num_prompt, num_total = len(task.prompt), len(task.prompt) + task.num_output
+    for task, num_prompt in zip(tasks, full_lengths(tasks)):
+        num_total = num_prompt + task.num_output
         what = f"request {task.task_id} of the dataset"
         size = f"{num_total} tokens ({num_prompt} in, {task.num_output} out)"
         if num_total > info.max_seq_len:
@@ -65,7 +67,10 @@ def check_tasks(tasks: Sequence[Task], info: wire.ModelInfo) -> None:
 
 
 class Batch:
-    """Tasks on their way through the runtime. `start` is called by one thread, `take` by the runtime's."""
+    """Tasks on their way through the runtime. `take` is called by the runtime's thread, all else by the driver's.
+
+    In a closed loop the runtime's thread hands over what comes next; in an open one the driver's does, by the clock.
+    """
 
     def __init__(
         self,
@@ -73,57 +78,69 @@ class Batch:
         send: Callable[[wire.Up], None],
         *,
         first_id: int,
-        concurrency: int,
+        pace: Pace,
         stop_ids: tuple[int, ...],
         cache_salt: str,
     ) -> None:
-        self.tasks = tasks
         self.done = threading.Event()
         self.num_tokens = 0
         self.start_s = [0.0] * len(tasks)
         self.outputs: list[tuple[float, wire.Outputs]] = []
+        self._turns = Turns(tasks, pace)
         self._send = send
         self._first_id = first_id
-        self._concurrency = concurrency
         self._stop_ids = stop_ids
         self._cache_salt = cache_salt
-        self._num_sent = 0
         self._num_ended = 0
+        self._lock = threading.Lock()
 
-    def start(self) -> None:
-        self._submit(min(self._concurrency, len(self.tasks)))
+    def hand_over(self) -> float | None:
+        """Send what is due; when the next request is, on the monotonic clock, or None if it waits for others."""
+        now_s = time.monotonic()
+        with self._lock:
+            due = self._turns.due(now_s)
+            for number, due_s in due:
+                self.start_s[number] = due_s
+            next_s = self._turns.next_s
+        if due:
+            self._send(wire.Submit([self._request(number, due_s) for number, due_s in due]))
+        return next_s
 
     def take(self, outputs: wire.Outputs, now_s: float) -> None:
         self.outputs.append((now_s, outputs))
         self.num_tokens += len(outputs.tokens) // 4 + sum(len(delta.tokens) for delta in outputs.deltas)
-        num_ended = sum(delta.finish is not None for delta in outputs.deltas)
-        self._num_ended += num_ended
-        if self._num_ended == len(self.tasks):
+        with self._lock:
+            if self._turns.has_later_turns:
+                self._keep_answers(outputs)
+            ended = [delta.id - self._first_id for delta in outputs.deltas if delta.finish is not None]
+            for number in ended:
+                self._turns.end(number, now_s)
+        self._num_ended += len(ended)
+        if self._num_ended == len(self._turns.tasks):
             self.done.set()
-        elif num_ended and self._num_sent < len(self.tasks):
-            self._submit(min(num_ended, len(self.tasks) - self._num_sent))
+        elif ended:
+            self.hand_over()
 
     def record(self, *, steps_before: int) -> Record:
-        return Record.of(self.tasks, self.start_s, self.outputs, first_id=self._first_id, steps_before=steps_before)
+        tasks = self._turns.tasks
+        return Record.of(tasks, self.start_s, self.outputs, first_id=self._first_id, steps_before=steps_before)
 
-    def _submit(self, count: int) -> None:
-        """The next tasks, together in one message."""
-        now_s = time.monotonic()
-        numbers = range(self._num_sent, self._num_sent + count)
-        self._num_sent += count
-        for number in numbers:
-            self.start_s[number] = now_s
-        self._send(wire.Submit([self._request(number, now_s) for number in numbers]))
+    def _keep_answers(self, outputs: wire.Outputs) -> None:
+        ids, tokens = outputs.plain
+        for request_id, token in zip(ids.tolist(), tokens.tolist()):
+            self._turns.keep(request_id - self._first_id, [token])
+        for delta in outputs.deltas:
+            self._turns.keep(delta.id - self._first_id, delta.tokens)
 
-    def _request(self, number: int, now_s: float) -> Request:
-        task = self.tasks[number]
+    def _request(self, number: int, due_s: float) -> Request:
+        task = self._turns.tasks[number]
         return Request(
             id=self._first_id + number,
             prompt=list(task.prompt),
             sampling=Sampling(),
             max_tokens=task.num_output,
             stop_ids=self._stop_ids,
-            arrival_s=now_s,
+            arrival_s=due_s,
             cache_salt=self._cache_salt,
             label=f"bench-{task.task_id}",
         )
@@ -163,7 +180,7 @@ class Driver:
         self,
         tasks: Sequence[Task],
         *,
-        concurrency: int | None = None,
+        pace: Pace = ALL_AT_ONCE,
         stop_ids: tuple[int, ...] = (),
         cache_salt: str = "",
         progress: Progress | None = None,
@@ -171,7 +188,7 @@ class Driver:
         """Greedy generation of every task; returns when the last one has ended.
 
         Args:
-            concurrency: most requests handed over and not yet ended; None hands all over at once, in one message.
+            pace: when each request is handed over; the default hands all over at once, in one message.
             stop_ids: tokens that end a request early; none means that every request runs to its length.
             cache_salt: runs with different salts share no cached prefix.
 
@@ -182,7 +199,7 @@ class Driver:
             tasks,
             self._runtime.send,
             first_id=self._next_id,
-            concurrency=concurrency or len(tasks),
+            pace=pace,
             stop_ids=stop_ids,
             cache_salt=cache_salt,
         )
@@ -190,8 +207,10 @@ class Driver:
         steps_before = self._steps
         self._batch = batch
         num_shown = 0
-        batch.start()
-        while not batch.done.wait(POLL_S):
+        next_s = batch.hand_over()
+        while not batch.done.wait(POLL_S if next_s is None else min(max(next_s - time.monotonic(), 0), POLL_S)):
+            if pace.is_open:
+                next_s = batch.hand_over()
             if progress is not None:
                 num_now = batch.num_tokens
                 progress(num_now - num_shown)

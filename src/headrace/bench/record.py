@@ -31,7 +31,8 @@ class Record:
     time_s: Floats  # [tokens] when it arrived
     ends: Sequence[Delta]
     """By request, the message that ended it."""
-    num_steps: int
+    num_steps: int | None
+    """None: unknown."""
 
     @staticmethod
     def of(
@@ -85,6 +86,11 @@ class Record:
     def num_input(self) -> Indexes:  # [requests]
         return np.array([len(task.prompt) for task in self.tasks], np.int64)
 
+    @cached_property
+    def is_failed(self) -> NDArray[np.bool_]:
+        """Did not end by its length or a stop token."""  # [requests]
+        return np.array([bool(end.error) or end.finish not in ("length", "stop") for end in self.ends], np.bool_)
+
     def output_ids(self) -> list[list[int]]:
         """By request."""
         ends = np.cumsum(self.num_output)[:-1]
@@ -137,6 +143,6 @@ class Record:
         """One line for each request that did not end by its length or a stop token."""
         return [
             f"request {task.task_id}: {end.error or end.finish}"
-            for task, end in zip(self.tasks, self.ends)
-            if end.error or end.finish not in ("length", "stop")
+            for task, end, is_failed in zip(self.tasks, self.ends, self.is_failed)
+            if is_failed
         ]

@@ -1,31 +1,39 @@
-"""The report of a run: arithmetic, JSON and a table."""
+"""The report of a measurement: one data model, its arithmetic, and its JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.bench.record import Record
 from headrace.bench.workload import Task
 
-__all__ = ["Spread", "as_table", "make_report", "output_rows", "request_rows", "workload_facts"]
+__all__ = [
+    "LATENCIES", "SCHEMA_VERSION", "Goodput", "Lengths", "Load", "Point", "Report", "Result", "Slo", "Spread",
+    "Workload", "make_point", "output_rows", "read_report", "request_rows", "write_report",
+]  # fmt: skip
 
-MIB = 1 << 20
-LATENCIES = (
-    ("queue_s", "waiting in the queue"),
-    ("ttft_s", "to the first token (TTFT)"),
-    ("tpot_s", "a token after the first (TPOT)"),
-    ("itl_s", "between two arrivals (ITL)"),
-    ("e2e_s", "whole request (E2E)"),
-)
+SCHEMA_VERSION = 2
+"""Of the JSON. Version 1 had one `result` and no `schema_version`; new fields with a default don't change it."""
+LATENCIES = {
+    "queue_s": "waiting in the queue",
+    "ttft_s": "to the first token (TTFT)",
+    "tpot_s": "a token after the first (TPOT)",
+    "itl_s": "between two arrivals (ITL)",
+    "e2e_s": "whole request (E2E)",
+}
+"""Name -> what it is. Each is a method of Record."""
+PER_REQUEST = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
+NUM_CURVE_POINTS = 101
+Kind = Literal["throughput", "latency", "serve"]
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """How a quantity spreads; percentiles interpolate linearly between neighbours."""
 
     mean: float
@@ -34,6 +42,8 @@ class Spread:
     p90: float
     p99: float
     max: float
+    curve: list[float] = []
+    """The quantiles 0, 1, 2 ... 100%."""
 
     @staticmethod
     def of(values: NDArray[Any]) -> Spread | None:
@@ -41,61 +51,229 @@ class Spread:
         values = values[~np.isnan(values)]
         if not len(values):
             return None
-        p50, p90, p99 = np.quantile(values, (0.5, 0.9, 0.99)).tolist()
-        return Spread(float(values.mean()), float(values.min()), p50, p90, p99, float(values.max()))
+        curve = np.quantile(values, np.linspace(0, 1, NUM_CURVE_POINTS)).tolist()
+        return Spread(
+            mean=float(values.mean()), min=curve[0], p50=curve[50], p90=curve[90], p99=curve[99], max=curve[100],
+            curve=curve,
+        )  # fmt: skip
 
 
-def make_report(record: Record, *, kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures of a run as plain values. Keys carry their units; token rates count what really came back.
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    mean: float
+    min: int
+    max: int
 
-    Args:
-        kind: `throughput` or `latency`.
-        facts: what the caller knows: `model`, `machine`, `settings`, `workload`, `memory`, and so on.
-    """
+    @staticmethod
+    def of(values: Sequence[int]) -> Lengths:
+        return Lengths(mean=sum(values) / len(values), min=min(values), max=max(values))
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for."""
+
+    dataset: str
+    seed: int
+    warmup: int
+    eos_id: int
+    """Token that ended a request early; -1 is none."""
+    input_len: Lengths
+    """Of a conversation's later turns: what the turn adds."""
+    output_len: Lengths
+    num_conversations: int = 0
+    """Of several turns each."""
+
+    @staticmethod
+    def of(tasks: Sequence[Task], *, dataset: str, seed: int, warmup: int, eos_id: int) -> Workload:
+        return Workload(
+            dataset=dataset,
+            seed=seed,
+            warmup=warmup,
+            eos_id=eos_id,
+            input_len=Lengths.of([len(task.prompt) for task in tasks]),
+            output_len=Lengths.of([task.num_output for task in tasks]),
+            num_conversations=len({task.after for task in tasks} & {n for n, t in enumerate(tasks) if t.after is None}),
+        )
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests were handed over in one run."""
+
+    pattern: Literal["closed", "poisson", "constant", "trace"]
+    concurrency: int | None = None
+    """Closed loop: most requests at once; None hands all over together."""
+    request_rate: float | None = None
+    """Requests per second of a Poisson or constant arrival."""
+    trace_speed: float | None = None
+    """A trace's own times divided by this."""
+
+    @property
+    def name(self) -> str:
+        if self.pattern == "closed":
+            return "all at once" if self.concurrency is None else f"{self.concurrency} at a time"
+        if self.pattern == "trace":
+            return f"trace x{self.trace_speed:g}"
+        return f"{self.request_rate:g}/s {self.pattern}"
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one request, in seconds; None is no limit. A request without such a time keeps it."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    @property
+    def limits(self) -> dict[str, float]:
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def is_met(self, record: Record) -> NDArray[np.bool_]:
+        """[requests]; a request that failed has met nothing."""
+        met = ~record.is_failed
+        for name, limit in self.limits.items():
+            values = getattr(record, name)()
+            met &= np.isnan(values) | (values <= limit)
+        return met
+
+
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+    """What kept every limit of the SLO."""
+
+    num_requests: int
+    share: float
+    """Of all requests, the failed ones too."""
+    requests_per_s: float
+    output_tokens_per_s: float
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one run; token rates count what really came back."""
+
+    duration_s: float
+    """From the first request to the end of the last one."""
+    num_requests: int
+    num_done: int
+    first_errors: list[str]
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    """Of the input, from the cache."""
+    num_steps: int | None
+    """None: a server doesn't tell."""
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    output_tokens_per_s_per_gpu: float
+    output_tokens_per_s_per_user: float | None
+    """Mean over requests of output tokens / E2E; None where nothing was done."""
+    decode_tokens_per_s_per_user: float | None
+    """Mean over requests of 1 / TPOT."""
+    mean_concurrency: float
+
+    @property
+    def num_failed(self) -> int:
+        return self.num_requests - self.num_done
+
+    @property
+    def cache_hit_rate(self) -> float:
+        return self.cached_tokens / self.input_tokens
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the workload under one load."""
+
+    load: Load
+    result: Result
+    latency: dict[str, Spread | None]
+    """By the names of LATENCIES."""
+    goodput: Goodput | None = None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A measurement: what was measured, and a point for each load of the sweep. Keys carry their units."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Kind
+    date: str
+    model: dict[str, Any]
+    machine: dict[str, Any]
+    num_gpus: int
+    """Devices that the tokens per second are divided by; 1 on a CPU."""
+    settings: dict[str, Any]
+    workload: Workload
+    memory: dict[str, Any] = {}
+    startup_s: float | None = None
+    slo: Slo | None = None
+    points: list[Point]
+
+
+def make_point(record: Record, load: Load, *, num_gpus: int = 1, slo: Slo | None = None) -> Point:
+    """The figures of one run."""
     num_input, num_output = int(record.num_input.sum()), int(record.num_output.sum())
     num_cached = int(record.num_cached().sum())
     errors = record.errors()
     num_done = len(record.tasks) - len(errors)
     duration_s = record.duration_s
-    latency = {name: Spread.of(getattr(record, name)()) for name, _ in LATENCIES}
-    return {
-        "kind": kind,
-        **facts,
-        "result": {
-            "duration_s": duration_s,
-            "num_requests": len(record.tasks),
-            "num_done": num_done,
-            "num_failed": len(errors),
-            "first_errors": errors[:3],
-            "input_tokens": num_input,
-            "output_tokens": num_output,
-            "cached_tokens": num_cached,
-            "cache_hit_rate": num_cached / num_input,
-            "num_steps": record.num_steps,
-            "requests_per_s": num_done / duration_s,
-            "output_tokens_per_s": num_output / duration_s,
-            "total_tokens_per_s": (num_input + num_output) / duration_s,
-            "mean_concurrency": float(record.e2e_s().sum()) / duration_s,
-        },
-        "latency": {name: None if spread is None else asdict(spread) for name, spread in latency.items()},
-    }
+    is_done = ~record.is_failed & (record.num_output > 0)
+    users = (record.num_output / record.e2e_s())[is_done]
+    tpot_s = record.tpot_s()
+    speeds = 1 / tpot_s[tpot_s > 0]
+    result = Result(
+        duration_s=duration_s,
+        num_requests=len(record.tasks),
+        num_done=num_done,
+        first_errors=errors[:3],
+        input_tokens=num_input,
+        output_tokens=num_output,
+        cached_tokens=num_cached,
+        num_steps=record.num_steps,
+        requests_per_s=num_done / duration_s,
+        output_tokens_per_s=num_output / duration_s,
+        total_tokens_per_s=(num_input + num_output) / duration_s,
+        output_tokens_per_s_per_gpu=num_output / duration_s / num_gpus,
+        output_tokens_per_s_per_user=float(users.mean()) if len(users) else None,
+        decode_tokens_per_s_per_user=float(speeds.mean()) if len(speeds) else None,
+        mean_concurrency=float(record.e2e_s().sum()) / duration_s,
+    )
+    latency = {name: Spread.of(getattr(record, name)()) for name in LATENCIES}
+    return Point(load=load, result=result, latency=latency, goodput=None if slo is None else _goodput(record, slo))
 
 
-def workload_facts(tasks: Sequence[Task]) -> dict[str, Any]:
-    """Lengths that the tasks ask for."""
-    lengths = {
-        "input_len": np.array([len(task.prompt) for task in tasks]),
-        "output_len": np.array([task.num_output for task in tasks]),
-    }
-    return {
-        name: {"mean": float(values.mean()), "min": int(values.min()), "max": int(values.max())}
-        for name, values in lengths.items()
-    }
+def _goodput(record: Record, slo: Slo) -> Goodput:
+    met = slo.is_met(record)
+    return Goodput(
+        num_requests=int(met.sum()),
+        share=float(met.mean()),
+        requests_per_s=float(met.sum()) / record.duration_s,
+        output_tokens_per_s=float(record.num_output[met].sum()) / record.duration_s,
+    )
+
+
+def write_report(report: Report, path: Path) -> None:
+    data = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    path.write_bytes(data + b"\n")
+
+
+def read_report(path: Path) -> Report:
+    """Raises ValueError: no such file, no report, or one of another version; with the field and the remedy."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}: give a file that --report_json wrote") from None
+    try:
+        head: Any = msgspec.json.decode(data)
+        version = head.get("schema_version") if isinstance(head, Mapping) else None
+        if version != SCHEMA_VERSION:
+            raise ValueError(
+                f"{path}: schema_version is {version}, this version of headrace reads {SCHEMA_VERSION}: measure again"
+            )
+        return msgspec.json.decode(data, type=Report)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is no report ({error}): give a file that --report_json wrote") from None
 
 
 def request_rows(record: Record) -> list[dict[str, Any]]:
     """The figures of each request, in the order of the workload."""
-    figures = {name: getattr(record, name)().tolist() for name in ("queue_s", "ttft_s", "tpot_s", "e2e_s")}
+    figures = {name: getattr(record, name)().tolist() for name in PER_REQUEST}
     start_s = (record.start_s - record.start_s.min()).tolist()
     num_output = record.num_output.tolist()
     return [
@@ -119,59 +297,3 @@ def output_rows(record: Record) -> list[dict[str, Any]]:
         {"task_id": task.task_id, "finish": end.finish, "output_ids": ids}
         for task, end, ids in zip(record.tasks, record.ends, record.output_ids())
     ]
-
-
-def as_table(report: Mapping[str, Any]) -> str:
-    """For people."""
-    result, workload, model = report["result"], report["workload"], report["model"]
-    machine, memory = report["machine"], report["memory"]
-    concurrency = workload["concurrency"]
-    pace = "all at once" if concurrency is None else f"{concurrency} at a time"
-    lines = [
-        ("model", f"{model['name']} ({model['type']}, {model['dtype']})"),
-        ("device", machine["device"]),
-        ("versions", ", ".join(f"{name} {version}" for name, version in machine["versions"].items())),
-        ("dataset", _dataset(workload)),
-        ("requests", f"{result['num_done']} of {result['num_requests']} done, {pace}"),
-        (
-            "tokens",
-            f"{result['input_tokens']:,} in ({result['cache_hit_rate']:.1%} from the cache),"
-            f" {result['output_tokens']:,} out",
-        ),
-        ("duration", f"{result['duration_s']:.3f} s in {result['num_steps']:,} steps"),
-        (
-            "throughput",
-            f"{result['output_tokens_per_s']:,.1f} output tokens/s, {result['total_tokens_per_s']:,.1f} total tokens/s,"
-            f" {result['requests_per_s']:,.2f} requests/s",
-        ),
-        ("memory", _memory(memory)),
-        ("start", f"{report['startup_s']:.1f} s"),
-    ]
-    head = f"  {'milliseconds':<32}" + "".join(f"{name:>12}" for name in ("mean", "p50", "p90", "p99"))
-    rows = [_latency_row(meaning, report["latency"][name]) for name, meaning in LATENCIES]
-    return "\n".join([*(f"{name:<12}{text}" for name, text in lines), "", head, *filter(None, rows)])
-
-
-def _dataset(workload: Mapping[str, Any]) -> str:
-    return f"{workload['dataset']}: {_lengths(workload['input_len'])} in, {_lengths(workload['output_len'])} out"
-
-
-def _lengths(lengths: Mapping[str, Any]) -> str:
-    low, high = lengths["min"], lengths["max"]
-    return str(low) if low == high else f"{low} to {high} (mean {lengths['mean']:.0f})"
-
-
-def _memory(memory: Mapping[str, Any]) -> str:
-    parts = [
-        f"KV cache for {memory['kv_cache_tokens']:,} tokens",
-        f"process at most {memory['peak_rss_bytes'] / MIB:,.0f} MiB",
-    ]
-    if memory["device_peak_bytes"] is not None:
-        parts.append(f"device at most {memory['device_peak_bytes'] / MIB:,.0f} MiB")
-    return ", ".join(parts)
-
-
-def _latency_row(meaning: str, spread: Mapping[str, float] | None) -> str:
-    if spread is None:
-        return ""
-    return f"  {meaning:<32}" + "".join(f"{spread[name] * 1000:>12,.2f}" for name in ("mean", "p50", "p90", "p99"))

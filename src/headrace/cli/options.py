@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
@@ -13,6 +14,7 @@ from click.core import ParameterSource
 
 from headrace import env
 from headrace.config.base import default_of
+from headrace.config.errors import ConfigError, Problem
 from headrace.config.llm_args import LlmArgs
 from headrace.config.resolution import Resolved, Typed, resolve
 from headrace.config.serving import ServerOptions
@@ -41,6 +43,16 @@ class Flag:
     inverts: bool = False
     """The setting is the flag's opposite."""
 
+
+REASONING_PARSERS = (
+    "deepseek_r1, deepseek_v4, gemma4, glm45, glm47, kimi_k2, kimi_k3, minimax_m2, "
+    "minimax_m3, mistral, nemotron_v3, openai, qwen3, qwen3_5"
+)
+TOOL_PARSERS = (
+    "deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, gemma4, glm45, glm47, hermes, kimi_k2, "
+    "kimi_k3, llama3_json, minimax_m2, minimax_m3, mistral, openai, pythonic, qwen3, qwen3_coder"
+)
+"""Names that `server/parsers` has, without loading them; a test compares."""
 
 LLM_FLAGS = (
     Flag(("tokenizer",), "tokenizer", str, "Tokenizer to use instead of the model's: folder or hub id."),
@@ -75,7 +87,7 @@ LLM_FLAGS = (
         off="disable_chunked_prefill",
     ),
     Flag(("enable_attention_dp",), "enable_attention_dp", bool, "Data-parallel attention."),
-    Flag(("reasoning_parser",), "reasoning_parser", str, "Parser that splits thinking from the answer."),
+    Flag(("reasoning_parser",), "reasoning_parser", str, f"Format of the reasoning: auto, {REASONING_PARSERS}."),
     Flag(("video_pruning_rate",), "multimodal_config.video_pruning_rate", float, "Share of video tokens dropped."),
     Flag(("generation_config",), "generation_config", str, "Source of sampling defaults: trtllm or auto."),
     Flag(("post_processor_hook",), "post_processor_hook", str, "Import path of a class that may rewrite output."),
@@ -85,6 +97,7 @@ LLM_FLAGS = (
     Flag(("agent_percentage",), "reorder_policy_config.policy_args.agent_percentage", float, "Share kept for agents."),
     Flag(("agent_types",), "reorder_policy_config.policy_args.agent_types", str, "Agent types, by commas."),
     Flag(("model_impl",), "model_impl", str, "Model code: auto, native or transformers."),
+    Flag(("fast_start",), "fast_start", bool, "Answer at once; CUDA graphs are captured as they come to be needed."),
     Flag(("engine_threads",), "engine_threads", int, "CPU threads of the engine.", default="by machine"),
 )  # fmt: skip
 """Flags of every command that loads a model."""
@@ -92,10 +105,18 @@ LLM_FLAGS = (
 SERVING_LLM_FLAGS = (
     Flag(("num_postprocess_workers",), "num_postprocess_workers", int, "Processes that turn ids into text."),
     Flag(("num_serve_frontends",), "num_serve_frontends", int, "HTTP processes that share the port."),
-    Flag(("max_queued_requests",), "max_queued_requests", int, "Waiting requests before new ones get 429."),
+    Flag(
+        ("max_queued_requests", "max_queue_size"),
+        "max_queued_requests",
+        int,
+        "Waiting requests before new ones get 429.",
+    ),
     Flag(("max_queued_tokens",), "max_queued_tokens", int, "Waiting prompt tokens before new ones get 429."),
     Flag(("request_timeout_s",), "request_timeout_s", float, "Longest life of a request in seconds."),
     Flag(("shutdown_timeout_s",), "shutdown_timeout_s", float, "Seconds that running requests get on shutdown."),
+    Flag(("stall_timeout_s",), "stall_timeout_s", float, "Seconds without a step after which the server isn't ready."),
+    Flag(("stream_interval",), "stream_interval", int, "Tokens between two pieces of a stream."),
+    Flag(("profile_dir",), "profile_dir", str, "Folder for traces of the engine (POST /start_profile)."),
 )
 """Flags of the server that are settings of the engine."""
 
@@ -107,10 +128,22 @@ SERVER_FLAGS = (
     Flag(("allow_request_chat_template",), "allow_request_chat_template", bool, "Let requests bring templates."),
     Flag(("api_key",), "api_keys", str, f"Key clients have to send (others can see it in the process list; better "
          f"{env.API_KEY.name}).", None, multiple=True),
+    Flag(("api_key_file",), "api_key_file", str, "File of keys, one a line."),
+    Flag(("metrics_without_key",), "metrics_without_key", bool, "Let metrics be read without a key."),
+    Flag(("strict_fields",), "strict_fields", bool, "Refuse unknown fields of requests instead of warning."),
+    Flag(("cors_origin",), "cors_origins", str, "Origin of web pages that may call, or *.", None, multiple=True),
+    Flag(("ssl_certfile",), "ssl_certfile", str, "PEM file of the certificate: speak HTTPS."),
+    Flag(("ssl_keyfile",), "ssl_keyfile", str, "PEM file of the certificate's private key."),
+    Flag(("ssl_keyfile_password",), "ssl_keyfile_password", str, "Password of the private key."),
+    Flag(("ssl_ca_certs",), "ssl_ca_certs", str, "PEM file of authorities that clients' certificates must be of."),
     Flag(("cache_salt_from_api_key",), "cache_salt_from_api_key", bool, "Share cached prefixes by API key only."),
     Flag(("middleware",), "middleware", str, "Import path of ASGI middleware.", None, multiple=True),
     Flag(("custom_module_dirs",), "custom_module_dirs", str, "Folder of modules to import.", None, multiple=True),
-    Flag(("tool_parser",), "tool_parser", str, "Parser of tool calls, or auto."),
+    Flag(("tool_parser",), "tool_parser", str, f"Format of tool calls: auto, {TOOL_PARSERS}."),
+    Flag(("max_stored_responses",), "max_stored_responses", int, "Responses that are kept for later requests."),
+    Flag(("max_stored_response_mb",), "max_stored_response_mb", int, "Megabytes of kept responses."),
+    Flag(("embeddings_only",), "embeddings_only", bool, "Serve embeddings only ('headrace serve embeddings MODEL')."),
+    Flag(("embedding_pooling",), "embedding_pooling", str, "Hidden states of an embedding: auto, last or mean."),
     Flag(("media_io_kwargs",), "media_io_kwargs", json.loads, "JSON parameters of media readers, by modality."),
     Flag(("num_input_processor_workers",), "num_input_processor_workers", int, "Threads that prepare inputs."),
     Flag(("num_media_load_workers",), "num_media_load_workers", int, "Threads that fetch media."),
@@ -175,13 +208,6 @@ def serve_options(command: _Command) -> _Command:
     return _add(command, [*(_option(flag, ServerOptions) for flag in SERVER_FLAGS), *_common(), *flags, window])
 
 
-def args_from_click(ctx: click.Context, model: str | None) -> LlmArgs:
-    """The engine's settings from the flags that were typed; what the user should know of them is logged."""
-    resolved = resolved_from_click(ctx, model)
-    resolved.log_notes()
-    return resolved.args
-
-
 def resolved_from_click(ctx: click.Context, model: str | None, *, needs_model: bool = True) -> Resolved:
     """Resolve what was typed on the command line of `ctx`, and the server's environment variables.
 
@@ -193,10 +219,27 @@ def resolved_from_click(ctx: click.Context, model: str | None, *, needs_model: b
     if model is not None:
         flags["model"] = Typed("MODEL", model)
     server = {"log_level": Typed(env.LOG_LEVEL.name, env.log_level()), **state.server}
-    typed_keys = server.get("api_keys", Typed("--api_key", []))
+    keys = server.get("api_keys", Typed("--api_key", []))
+    if "api_key_file" in server:
+        keys = Typed("--api_key_file", [*keys.value, *_keys_in(server["api_key_file"].value)])
     if env.api_keys():
-        server["api_keys"] = Typed(env.API_KEY.name, [*typed_keys.value, *env.api_keys()])
+        keys = Typed(env.API_KEY.name, [*keys.value, *env.api_keys()])
+    if keys.value:
+        server["api_keys"] = keys
     return resolve(config=state.config, flags=flags, server_flags=server, sets=state.sets, needs_model=needs_model)
+
+
+def _keys_in(file: str) -> list[str]:
+    """Raises ConfigError: it can't be read, or has no keys and would leave the server open."""
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        raise ConfigError(Problem("api_key_file", f"{file}: {reason}", "--api_key_file")) from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(Problem("api_key_file", f"{file} has no keys: write one on each line", "--api_key_file"))
+    return keys
 
 
 def _add(command: _Command, options: Sequence[click.Option]) -> _Command:

@@ -11,9 +11,7 @@ from typing_extensions import Self
 from headrace.config.base import ConfigModel, deprecated, prototype, stable
 from headrace.config.errors import ConfigError, Problem
 from headrace.config.model import dtype_name
-
-DEFAULT_RETENTION_PRIORITY = 35
-"""Priority of a block that nobody gave one (0 is evicted first, 100 last)."""
+from headrace.types import DEFAULT_PRIORITY
 
 
 def window_of(layer: int, own: int | None, *, windows: Sequence[int], longest: int) -> int | None:
@@ -99,7 +97,7 @@ class KvCacheRetentionConfig(ConfigModel):
     """How long the blocks of one request should stay; given with a request."""
 
     token_range_retention_configs: list[TokenRangeRetentionConfig] = stable([], "Priorities by range of the prompt.")
-    decode_retention_priority: int = stable(DEFAULT_RETENTION_PRIORITY, "Priority of generated tokens.", ge=0, le=100)
+    decode_retention_priority: int = stable(DEFAULT_PRIORITY, "Priority of generated tokens.", ge=0, le=100)
     decode_duration_ms: float | None = stable(None, "How long that priority holds; null is for ever.", gt=0)
     transfer_mode: Literal["DRAM", "GDS", "POSIX", "POSIX_DEBUG_FALLBACK"] = prototype("DRAM", "Unused.")
     directory: str = prototype("", "Unused.")

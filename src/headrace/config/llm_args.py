@@ -191,7 +191,7 @@ class LlmArgs(HeadraceArgs):
     sleep_config: SleepConfig | None = prototype(None, "What happens to memory while the engine sleeps.")
 
     # Serving and observability
-    num_postprocess_workers: int = prototype(0, "Processes that turn ids into text; 0 does it in the server.", ge=0)
+    num_postprocess_workers: int = prototype(0, "Processes that turn ids into text: as many HTTP processes.", ge=0)
     postprocess_tokenizer_dir: str | None = prototype(None, "Tokenizer folder of those processes.")
     num_serve_frontends: int = prototype(1, "HTTP processes that share the port.", ge=1, le=64)
     iter_stats_max_iterations: int | None = prototype(

@@ -113,10 +113,24 @@ class ServerOptions(ConfigModel):
     chat_template: str | None = prototype(None, "Jinja chat template, as text or as a file.")
     allow_request_chat_template: bool = prototype(False, "Let a request bring its own chat template.")
     api_keys: list[SecretStr] = stable([], "Keys of which a client has to send one; none leaves the server open.")
+    api_key_file: str | None = stable(None, "File of keys, one a line; blank lines and lines from # on do not count.")
+    metrics_without_key: bool = stable(False, "Let metrics be read without an API key.")
+    strict_fields: bool = stable(False, "Refuse bodies with unknown fields instead of warning.")
+    cors_origins: list[str] = stable([], "Origins of web pages that may call, for example https://example.com, or *.")
+    ssl_certfile: str | None = stable(None, "PEM file of the certificate and its chain: the server speaks HTTPS.")
+    ssl_keyfile: str | None = stable(None, "PEM file of its private key, where the certificate's file has none.")
+    ssl_keyfile_password: SecretStr | None = stable(None, "Password of that key.")
+    ssl_ca_certs: str | None = stable(None, "PEM file of authorities: clients have to show a certificate of theirs.")
     cache_salt_from_api_key: bool = prototype(False, "Share cached prefixes among requests of one API key only.")
     middleware: list[str] = prototype([], "Import paths of ASGI middleware.")
     custom_module_dirs: list[str] = prototype([], "Folders of Python modules to import first.")
     tool_parser: str | None = prototype(None, "Parser of tool calls, or auto.")
+    max_stored_responses: int = stable(1000, "Responses of /v1/responses that are kept; 0 keeps none.", ge=0)
+    max_stored_response_mb: int = stable(256, "Megabytes that they may take together.", ge=0)
+    embeddings_only: bool = stable(False, "Serve /v1/embeddings and nothing that generates.")
+    embedding_pooling: Literal["auto", "last", "mean"] = stable(
+        "auto", "Hidden states of an embedding; auto is what the model's files state, else the last token's."
+    )
     media_io_kwargs: dict[str, Any] | None = prototype(None, "Parameters of media readers, by modality.")
     num_input_processor_workers: int = prototype(8, "Threads that prepare inputs.", gt=0)
     num_media_load_workers: int = prototype(8, "Threads that fetch media.", gt=0)
@@ -142,6 +156,21 @@ class ServerOptions(ConfigModel):
             if not text or text != text.strip():
                 raise ValueError("a key must not be empty, nor begin or end with a space: give another, or none at all")
         return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _an_origin(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
+                raise ValueError(f"an origin is scheme://host[:port] without a path, or *, got '{origin}'")
+        return value
+
+    @model_validator(mode="after")
+    def _a_certificate_first(self) -> Self:
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if self.__dict__[name] is not None and self.ssl_certfile is None:
+                raise ConfigError(Problem(name, "means nothing without a certificate: give --ssl_certfile"))
+        return self
 
     @model_validator(mode="after")
     def _keys_for_salts(self) -> Self:

@@ -13,8 +13,17 @@ from torch import Tensor
 from headrace.attention.port import AttentionStep
 from headrace.engine.slots import SlotState
 from headrace.engine.staging import stage
+from headrace.kernels.decode_rows import DecodeRows, decode_rows
 from headrace.layers.port import StateStep
-from headrace.seam import DUMMY_BLOCK, FROM_DEVICE, PROMPT_LOGPROBS, SAMPLE, GroupSpec, Section, SectionResult
+from headrace.seam import (
+    DUMMY_BLOCK,
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    SUM_HIDDEN,
+    GroupSpec,
+    Section,
+    SectionResult,
+)
 
 
 @dataclass(slots=True)
@@ -56,6 +65,7 @@ class Rows:
     inside: Tensor  # [tokens] place within the row
     known_ids: Tensor  # [tokens of context rows]
     num_context_rows: int
+    context_starts: tuple[int, ...]  # [context rows + 1] of query_starts, on the host
     max_query: int
     max_kv: int
 
@@ -70,39 +80,81 @@ def build_batch(
     of_token = np.repeat(np.arange(len(counts)), counts)
     inside = np.arange(query_starts[-1]) - query_starts[of_token]
     sample_rows, prompt_rows = np.flatnonzero(section.flags & SAMPLE), np.flatnonzero(section.flags & PROMPT_LOGPROBS)
-    wanted, at = _wanted_tokens(query_starts, prompt_rows)
+    wanted, at = _wanted_tokens(query_starts, np.flatnonzero(section.flags & (PROMPT_LOGPROBS | SUM_HIDDEN)))
     host = [section.slot, section.start, counts, query_starts, of_token, inside, section.ids]
     staged = stage([*host, wanted, sample_rows, at[sample_rows]], state.device)
     slots, start, num_tokens, starts, rows, places, ids, tokens, sampling, last = staged
     max_kv = int(state.raise_bounds(section).max())
+    num_context = section.num_context_rows
+    context_starts = tuple(query_starts[: num_context + 1].tolist())
     packed = Rows(
-        slots, start, num_tokens, starts, rows, places, ids, section.num_context_rows, int(counts.max()), max_kv
+        slots, start, num_tokens, starts, rows, places, ids, num_context, context_starts, int(counts.max()), max_kv
     )
     batch = batch_of(packed, state, groups=groups, block_size=block_size)
     return batch, Wanted(query_starts, sample_rows, prompt_rows, at, tokens, sampling, last)
 
 
 def _wanted_tokens(
-    query_starts: NDArray[np.int64], prompt_rows: NDArray[np.int64]
+    query_starts: NDArray[np.int64], whole_rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Packed tokens whose hidden states are wanted, and where each row's last token stands among them."""
     last = query_starts[1:] - 1
-    if not len(prompt_rows):
+    if not len(whole_rows):
         return last, np.arange(len(last))
     chosen = np.zeros(int(query_starts[-1]), np.bool_)
     chosen[last] = True
-    for row in prompt_rows.tolist():
+    for row in whole_rows.tolist():
         chosen[query_starts[row] : query_starts[row + 1]] = True
     wanted = np.flatnonzero(chosen)
     return wanted, np.searchsorted(wanted, last)
 
 
-def generation_rows(slots: Tensor, *, max_kv: int) -> Rows:
-    """Rows that generate one token each, without anything from the host but `slots` int64 [rows]."""
-    count = len(slots)
-    at = torch.arange(count + 1, device=slots.device)
-    ones = torch.ones_like(slots)
-    return Rows(slots, ones * FROM_DEVICE, ones, at, at[:-1], ones - 1, slots[:0], 0, 1, max_kv)
+def generation_batch(
+    slots: Tensor, query_starts: Tensor, state: SlotState, *, groups: Sequence[GroupSpec], block_size: int, max_kv: int
+) -> Batch:
+    """Rows that generate one token each, with nothing from the host.
+
+    Args:
+        slots: [rows] int64.
+        query_starts: [rows + 1] int32, the numbers from 0.
+        max_kv: a bound of the rows' lengths.
+    """
+    # The first group's call brings what is common to all; a recurrent group has no table, so any does.
+    steps: list[AttentionStep | StateStep] = []
+    common: DecodeRows | None = None
+    for group, table in zip(groups, state.tables):
+        is_first = common is None
+        if group.is_recurrent and not is_first:
+            found = common
+        else:
+            own = table[:, : -(-max_kv // block_size)]
+            found = decode_rows(slots, state.last_token, state.num_tokens, state.done, own, block_size=block_size)
+        assert found is not None
+        common = common or found
+        steps.append(
+            StateStep(
+                slots=slots.masked_fill(common.was_done, state.dummy),
+                query_starts=query_starts,
+                positions=common.positions,
+                max_query=1,
+                num_context_rows=0,
+                context_starts=(0,),
+            )
+            if group.is_recurrent
+            else AttentionStep(
+                block_size=block_size,
+                query_starts=query_starts,
+                kv_lens=found.short_lens,
+                positions=common.positions,
+                block_tables=found.table,
+                write_slots=found.write_slots,
+                max_query=1,
+                max_kv=max_kv,
+                num_context_rows=0,
+            )
+        )
+    assert common is not None
+    return Batch(slots, common.ids, steps, common.kv_lens, common.was_done)
 
 
 def batch_of(rows: Rows, state: SlotState, *, groups: Sequence[GroupSpec], block_size: int) -> Batch:
@@ -157,6 +209,7 @@ def _state_step(rows: Rows, positions: Tensor, was_done: Tensor, state: SlotStat
         positions=positions,
         max_query=rows.max_query,
         num_context_rows=rows.num_context_rows,
+        context_starts=rows.context_starts,
     )
 
 
@@ -197,4 +250,5 @@ def put_back(result: SectionResult, errors: Mapping[int, str]) -> SectionResult:
         {int(kept[row]): value for row, value in result.prompt_logprobs.items()},
         {int(kept[row]): value for row, value in result.logits.items()},
         {int(kept[row]): value for row, value in result.errors.items()} | dict(errors),
+        {int(kept[row]): value for row, value in result.hidden.items()},
     )

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from headrace import plugins
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.port import Model
+from headrace.models import _transformers
+
+log = logging.getLogger("headrace.engine")
 
 
-def build_model(config: Mapping[str, Any], factory: LayerFactory) -> Model:
+def build_model(config: Mapping[str, Any], factory: LayerFactory, *, impl: str = "auto") -> Model:
     """The model of a Hugging Face config, its parameters not loaded yet.
 
+    Args:
+        impl: `model_impl`.
+
     Raises:
-        ValueError: an architecture without a file in the models room, or a config that it can't be built from.
+        ValueError: an architecture that nothing here runs, or a config that it can't be built from.
     """
     hf_config = HfConfig(config)
-    return find_architecture(hf_config.model_type if "model_type" in hf_config else None)(hf_config, factory)
+    model_type = hf_config.model_type if "model_type" in hf_config else None
+    return find_architecture(model_type, impl=impl)(hf_config, factory)
 
 
-def find_architecture(model_type: str | None) -> Any:
-    """The model class that serves `model_type`: the file of that name, or the one that lists it in `model_types`."""
+class Servable(Collection[str]):
+    """The model types that can be built; it lists those with a file in the models room."""
+
+    def __init__(self, impl: str) -> None:
+        self.impl = impl
+        self.native = known_model_types()
+
+    def __contains__(self, model_type: object) -> bool:
+        if self.impl != "transformers" and model_type in self.native:
+            return True
+        return self.impl != "native" and _transformers.is_known(str(model_type))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.native)
+
+    def __len__(self) -> int:
+        return len(self.native)
+
+
+def find_architecture(model_type: str | None, *, impl: str = "auto") -> Any:
+    """What builds a model of `model_type`: the file of that name, the one that lists it in `model_types`, or, when
+    there is none or `impl` asks for it, the transformers library."""
     if model_type is None:
         raise ValueError("config.json names no architecture (model_type): is it the config of a language model?")
+    if impl == "transformers":
+        return _transformers.HostedModel
     names = plugins.names("models")
     if model_type in names:
         return plugins.load("models", model_type)
@@ -32,6 +62,9 @@ def find_architecture(model_type: str | None) -> Any:
         architecture = plugins.load("models", name)
         if model_type in architecture.model_types:
             return architecture
+    if impl == "auto" and _transformers.is_known(model_type):
+        log.info("%s has no file of its own here: the transformers library runs it over the paged cache", model_type)
+        return _transformers.HostedModel
     raise ValueError(
         f"architecture {model_type!r} is not known: known are {', '.join(known_model_types())};"
         " choose a model of one of them, or install a package that adds it"

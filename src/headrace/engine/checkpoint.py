@@ -136,7 +136,7 @@ class FileTensor:
         for start in range(first, end, step):
             stop = min(start + step, end)
             rows = self._rows(start * row_bytes, stop - start, row_shape)
-            into[start - first : stop - first].copy_(_columns(rows, part))
+            into[start - first : stop - first].copy_(columns(rows, part))
 
     def _rows(self, offset: int, num_rows: int, row_shape: tuple[int, ...]) -> Tensor:
         """A view of the file's buffer."""
@@ -168,19 +168,54 @@ class GgufRows:
         first, end = (part.start, part.stop) if part is not None and part.dim == 0 else (0, self.shape[0])
         for start, chunk in self.tensor.chunks(first, end):
             rows = torch.from_numpy(chunk if chunk.flags.writeable else chunk.copy())
-            into[start - first : start - first + len(chunk)].copy_(_columns(rows, part))
+            into[start - first : start - first + len(chunk)].copy_(columns(rows, part))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of a stored tensor that holds several one after another, as a tensor of its own.
+
+    Scales have fewer rows than the weight that they belong to, and a single number is that of every piece.
+    """
+
+    holder: StoredTensor
+    name: str
+    first: int
+    """Row of the weight."""
+    rows: int
+    total: int
+    """Rows of all pieces together."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.holder.shape
+        if math.prod(shape) == 1 or shape[0] * self.rows % self.total:
+            return shape
+        return (shape[0] * self.rows // self.total, *shape[1:])
+
+    def read(self, into: Tensor, part: Part | None = None) -> None:
+        if self.shape == self.holder.shape:
+            self.holder.read(into, part)
+            return
+        assert part is None or part.dim == 0, "linears that a checkpoint fuses are sharded by rows"
+        start = self.holder.shape[0] * self.first // self.total
+        low, high = (0, self.shape[0]) if part is None else (part.start, part.stop)
+        self.holder.read(into, Part(0, start + low, start + high))
 
 
 def _part_shape(shape: tuple[int, ...], part: Part | None) -> tuple[int, ...]:
     if part is None:
         return shape
-    return (*shape[: part.dim], part.stop - part.start, *shape[part.dim + 1 :])
+    return (*shape[: part.dim], part.length, *shape[part.dim + 1 :])
 
 
-def _columns(rows: Tensor, part: Part | None) -> Tensor:
+def columns(rows: Tensor, part: Part | None) -> Tensor:
     if part is None or part.dim == 0:
         return rows
-    return rows.narrow(part.dim, part.start, part.stop - part.start)
+    if part.pieces == 1:
+        return rows.narrow(part.dim, part.start, part.stop - part.start)
+    pieces = rows.unflatten(part.dim, (part.pieces, -1))
+    return pieces.narrow(part.dim + 1, part.start, part.stop - part.start).flatten(part.dim, part.dim + 1)
 
 
 def read_checkpoint(source: ModelSource) -> Iterator[StoredTensor]:

@@ -56,3 +56,8 @@ def kv_cache_dtype(wanted: str, compute: torch.dtype, device: torch.device, *, i
     if is_fp8 or (wanted == "auto" and is_kv_fp8 and device.type == "cuda"):
         return torch.float8_e4m3fn
     return compute if wanted == "auto" else dtype_named(wanted)
+
+
+def state_dtype(wanted: str) -> torch.dtype | None:
+    """Dtype of recurrent states: `kv_cache_config.mamba_ssm_cache_dtype`; None leaves it to the model's config."""
+    return None if wanted == "auto" else dtype_named(wanted)

@@ -130,7 +130,8 @@ class BlockFile:
         except BlockingIOError:
             raise OSError(errno.EWOULDBLOCK, "another server uses it") from None
         found = os.pread(self._fd, HEADER_BYTES, 0)
-        if found[: len(MAGIC)] != MAGIC[: len(found)]:  # cut short, it is still ours
+        # Cut short, or with a header that a crash of the machine left unwritten, it is still ours.
+        if any(found) and found[: len(MAGIC)] != MAGIC[: len(found)]:
             raise OSError(errno.EEXIST, "it is not a file of blocks: move it away")
         is_ours = _header_facts(found) == facts
         if found and not is_ours:

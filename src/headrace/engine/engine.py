@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from headrace.config.llm_args import LlmArgs
+from headrace.engine.compiling import OpenCompiler
 from headrace.engine.rank import Rank
 from headrace.hub.source import ModelSource
 from headrace.kernels import _native
@@ -60,6 +61,7 @@ class Engine:
         source: ModelSource,
         *,
         num_valid_ids: int | None = None,
+        open_compiler: OpenCompiler | None = None,
         rank: int = 0,
         size: int = 1,
         init_method: str = "",
@@ -67,11 +69,13 @@ class Engine:
         """
         Args:
             num_valid_ids: size of the tokenizer, when the embedding has padded rows beyond it.
+            open_compiler: makes what compiles grammars; None without a tokenizer.
             init_method: where tensor-parallel ranks meet (torch.distributed), for size > 1.
         """
         self.args = args
         self.source = source
         self._num_valid_ids = num_valid_ids
+        self._open_compiler = open_compiler
         self._place = (rank, size)
         self._init_method = init_method
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -85,7 +89,13 @@ class Engine:
     def open(self) -> EngineFacts:
         def load() -> EngineFacts:
             use_threads(self.args.engine_threads or len(os.sched_getaffinity(0)))
-            self._rank = Rank(self.args, self.source, self._parallel(), num_valid_ids=self._num_valid_ids)
+            self._rank = Rank(
+                self.args,
+                self.source,
+                self._parallel(),
+                num_valid_ids=self._num_valid_ids,
+                open_compiler=self._open_compiler,
+            )
             return self._rank.facts
 
         return self._call(load)

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.engine.fake_memory import (
+    HIDDEN_SIZE,
     POISON,
     Disk,
     Memory,
@@ -23,6 +25,7 @@ from headrace.engine.fake_memory import (
     entry_of,
     full_group,
     hidden_of,
+    hidden_vector,
     in_reach,
     next_token,
     reference,
@@ -34,8 +37,10 @@ from headrace.seam import (
     DUMMY_BLOCK,
     FROM_DEVICE,
     HOST_TOKEN,
+    LAST_HIDDEN,
     PROMPT_LOGPROBS,
     SAMPLE,
+    SUM_HIDDEN,
     EngineFacts,
     GroupSpec,
     PoolSizes,
@@ -114,6 +119,7 @@ class FakeEngine:
             free_bytes=free_bytes,
             device="none",
             num_sections=num_sections,
+            hidden_size=HIDDEN_SIZE,
             fingerprint="fake",
         )
         self.groups = self.facts.groups
@@ -156,7 +162,13 @@ class FakeEngine:
             more = rank.memory.advance(self._random, lateness=self.lateness, failure_rate=self.failure_rate)
             done += more[0]
             failed += more[1]
-        return StepResult(plan.step, tuple(results), finished_copies=ints(done), failed_copies=ints(failed))
+        return StepResult(
+            plan.step,
+            tuple(results),
+            finished_copies=ints(done),
+            failed_copies=ints(failed),
+            finished_commands={command.id: {"error": ""} for command in plan.commands},
+        )
 
     def close(self) -> None:
         self._queue.clear()
@@ -215,6 +227,10 @@ class FakeEngine:
                 slot.done = True
                 accepted.append(0)
                 continue
+            if int(section.flags[row]) & (LAST_HIDDEN | SUM_HIDDEN):
+                result.hidden[row] = self._pooled(rank, slot, section, row, ids)
+                accepted.append(0)
+                continue
             new = self._row(rank, slot, section, row, ids)
             if int(section.flags[row]) & SAMPLE and slot.init.sampling.logprobs >= 0 and new:
                 result.logprobs[row] = self._logprobs(new, slot.init.sampling.logprobs)
@@ -224,7 +240,15 @@ class FakeEngine:
                 result.prompt_logprobs[row] = self._logprobs(targets, 0)
             accepted.append(len(new))
             tokens.extend(new)
-        return SectionResult(ints(accepted), ints(tokens), result.logprobs, result.prompt_logprobs, {}, result.errors)
+        return SectionResult(
+            ints(accepted), ints(tokens), result.logprobs, result.prompt_logprobs, {}, result.errors, result.hidden
+        )
+
+    def _pooled(self, rank: Rank, slot: Slot, section: Section, row: int, ids: list[int]) -> NDArray[np.float32]:
+        start = int(section.start[row])
+        each = [hidden_vector(self.compute(rank, slot, [token], start + at)) for at, token in enumerate(ids)]
+        wanted = each if int(section.flags[row]) & SUM_HIDDEN else each[-1:]
+        return np.asarray(np.sum(wanted, axis=0), np.float32)
 
     def _logprobs(self, chosen: list[int], count: int) -> RowLogprobs:
         """Made up, but a function of the chosen tokens: candidate r is chosen + r with value -(1 + r / 8)."""

@@ -28,6 +28,7 @@ Place = tuple[int, int, int]
 
 POISON = 0xDEAD_BEEF_DEAD_BEEF
 NO_STAMP = -1
+HIDDEN_SIZE = 4
 MASK = (1 << 64) - 1
 _TOKEN, _POSITION, _SEED, _GROUP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
 
@@ -67,6 +68,11 @@ def hidden_of(key: int, reads: Sequence[int]) -> int:
     for group, value in enumerate(reads):
         key += mix((value + (group + 1) * _GROUP) & MASK)
     return mix(key & MASK)
+
+
+def hidden_vector(hidden: int) -> NDArray[np.float32]:
+    """[HIDDEN_SIZE] of small whole numbers, whose sums are exact."""
+    return np.asarray([hidden >> (16 * at) & 0xFF for at in range(HIDDEN_SIZE)], np.float32)
 
 
 def entry_of(hidden: int, group: int) -> int:
@@ -130,6 +136,23 @@ def reference(
         out.append(next_token(alone.hidden, vocab_size))
         alone.feed(out[-1:])
     return out
+
+
+def reference_embedding(
+    prompt: Sequence[int],
+    pooling: str,
+    *,
+    seed: int = 0,
+    groups: Sequence[GroupSpec] | None = None,
+    media: Sequence[MediaSpan] = (),
+) -> NDArray[np.float32]:
+    """What a request with `pooling` must get."""
+    alone = Alone(groups or (full_group(),), seed=seed, media=media)
+    each: list[NDArray[np.float32]] = []
+    for token in prompt:
+        alone.feed([token])
+        each.append(hidden_vector(alone.hidden))
+    return each[-1] if pooling == "last" else np.sum(each, axis=0, dtype=np.float32) / np.float32(len(each))
 
 
 # ---- the memory ----------------------------------------------------------------------------------

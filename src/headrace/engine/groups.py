@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
-from headrace.attention.port import AttentionSpec
+from headrace.attention._latent import LatentSpec
+from headrace.attention._sparse import SparseSpec
+from headrace.attention.port import AttentionSpec, CacheSpec
 from headrace.config.kv import KvCacheConfig, window_of
 from headrace.layers.port import Layer, RecurrentLayer
-from headrace.seam import GroupSpec
+from headrace.seam import GroupSpec, Region
+
+Spec = TypeVar("Spec", bound=CacheSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +30,23 @@ class Reach:
     sink_tokens: int = 0
     """First tokens that layers with a window see beside it."""
 
-    def of(self, layer: int, spec: AttentionSpec) -> AttentionSpec:
+    def of(self, layer: int, spec: Spec) -> Spec:
         """A layer's attention under these limits."""
         window = window_of(layer, spec.window, windows=self.windows, longest=self.longest)
         if window is None or (window, self.sink_tokens) == (spec.window, 0):
             return spec
-        return replace(spec, window=window, sink_tokens=self.sink_tokens)
+        if isinstance(spec, AttentionSpec) and spec.is_chunked and window != spec.window:
+            raise ValueError(
+                f"kv_cache_config.max_attention_window: layer {layer} attends within chunks of {spec.window} tokens,"
+                " which can't be narrowed: give it that or more"
+            )
+        if isinstance(spec, SparseSpec) or (isinstance(spec, LatentSpec) and spec.index is not None):
+            raise ValueError(
+                f"kv_cache_config.max_attention_window: layer {layer} chooses among all tokens before it: leave it out,"
+                " or give the layer 0 or the longest sequence"
+            )
+        limited: Any = replace(spec, window=window, sink_tokens=self.sink_tokens)  # pyright: ignore[reportArgumentType]
+        return limited
 
 
 WHOLE = Reach()
@@ -43,36 +60,54 @@ def configured_reach(kv: KvCacheConfig, *, longest: int) -> Reach:
 def group_layers(
     layers: Sequence[Layer | RecurrentLayer], dtype: torch.dtype, *, reach: Reach = WHOLE
 ) -> tuple[GroupSpec, ...]:
-    """Groups in the order of their first layer; heads and bytes are this rank's. All recurrent layers are one group.
+    """Groups in the order of their first layer; heads and bytes are this rank's. All recurrent layers are one group;
+    layers that keep nothing are in none.
 
     Args:
         dtype: of the KV cache.
     """
-    found: dict[tuple[int, int, int | None, int] | None, list[int]] = {}
+    found: dict[Any, list[int]] = {}
     for index, layer in enumerate(layers):
         if isinstance(layer, RecurrentLayer):
             found.setdefault(None, []).append(index)
             continue
+        if layer.spec is None:
+            continue
         spec = reach.of(index, layer.spec)
-        key = (spec.num_kv_heads, spec.head_dim, spec.window, spec.sink_tokens)
+        key = (spec.kind, spec.regions(dtype_name(dtype)), spec.window, spec.sink_tokens)
         found.setdefault(key, []).append(index)
     return tuple(
-        _recurrent(layers, members) if key is None else _attention(key, members, dtype)
+        _recurrent(layers, members) if key is None else _attention(*key, members=members, dtype=dtype)
         for key, members in found.items()
     )
 
 
-def _attention(key: tuple[int, int, int | None, int], members: Sequence[int], dtype: torch.dtype) -> GroupSpec:
-    num_kv_heads, head_dim, window, sink_tokens = key
+def _attention(
+    kind: str,
+    regions: tuple[Region, ...],
+    window: int | None,
+    sink_tokens: int,
+    *,
+    members: Sequence[int],
+    dtype: torch.dtype,
+) -> GroupSpec:
+    *heads, head_dim = regions[0].shape
     return GroupSpec(
         layers=tuple(members),
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=math.prod(heads),
         head_dim=head_dim,
         dtype=dtype_name(dtype),
         window=window,
-        bytes_per_token=2 * len(members) * num_kv_heads * head_dim * dtype.itemsize,
+        bytes_per_token=len(members) * sum(region_bytes(region) for region in regions),
         sink_tokens=sink_tokens,
+        attention=kind,
+        regions=() if kind == "heads" else regions,  # those of heads follow from their number
     )
+
+
+def region_bytes(region: Region) -> int:
+    """Of one token."""
+    return math.prod(region.shape) * dtype_named(region.dtype).itemsize
 
 
 def _recurrent(layers: Sequence[Layer | RecurrentLayer], members: Sequence[int]) -> GroupSpec:

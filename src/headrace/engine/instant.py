@@ -6,7 +6,20 @@ from collections import deque
 
 import numpy as np
 
-from headrace.seam import SAMPLE, EngineFacts, GroupSpec, PoolSizes, Section, SectionResult, StepPlan, StepResult
+from headrace.seam import (
+    LAST_HIDDEN,
+    SAMPLE,
+    SUM_HIDDEN,
+    EngineFacts,
+    GroupSpec,
+    PoolSizes,
+    Section,
+    SectionResult,
+    StepPlan,
+    StepResult,
+)
+
+HIDDEN_SIZE = 8
 
 
 class InstantEngine:
@@ -32,6 +45,7 @@ class InstantEngine:
             activation_bytes=0,
             free_bytes=self._free_bytes,
             device="none",
+            hidden_size=HIDDEN_SIZE,
         )
 
     def allocate(self, sizes: PoolSizes) -> None:
@@ -40,13 +54,18 @@ class InstantEngine:
     def submit(self, plan: StepPlan) -> None:
         answers = tuple(self._answer(plan.step, each) for each in plan.sections)
         moved = [ids[:, 0] for each in plan.sections for ids in (each.copies, each.transfers)]
-        self._results.append(StepResult(plan.step, answers, finished_copies=np.concatenate(moved)))
+        done = {command.id: {"error": ""} for command in plan.commands}
+        self._results.append(
+            StepResult(plan.step, answers, finished_copies=np.concatenate(moved), finished_commands=done)
+        )
 
     def _answer(self, step: int, section: Section) -> SectionResult:
         accepted = (section.flags & SAMPLE).astype(np.int32)
         count = int(accepted.sum())
         tokens = (np.arange(count, dtype=np.int64) * 31 + step * 17) % self._vocab_size
-        return SectionResult(accepted, tokens.astype(np.int32))
+        pooled = np.flatnonzero(section.flags & (LAST_HIDDEN | SUM_HIDDEN)).tolist()
+        hidden = {row: np.ones(HIDDEN_SIZE, np.float32) for row in pooled}
+        return SectionResult(accepted, tokens.astype(np.int32), hidden=hidden)
 
     def collect(self) -> StepResult:
         return self._results.popleft()

@@ -1,22 +1,24 @@
 """The paged KV tensors of one rank: an arena of blocks for each layer group.
 
-A block's bytes lie in one piece: K, then V, of each of its group's layers in turn, or one snapshot of all recurrent
-states. So a block moves between tiers as one copy. What a layer sees is a view in the backend's layout whose blocks
-are a whole block of the group apart.
+A block's bytes lie in one piece: the regions (K, then V, say) of each of its group's layers in turn, or one snapshot of
+all recurrent states. So a block moves between tiers as one copy. What a layer sees is a view in the backend's layout
+whose blocks are a whole block of the group apart.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.attention.port import AttentionBackend, LayerCache
-from headrace.engine.groups import dtype_named
-from headrace.seam import GroupSpec
+from headrace.attention.port import AttentionBackend
+from headrace.engine.backends import Backends
+from headrace.engine.groups import dtype_named, region_bytes
+from headrace.seam import GroupSpec, Region
 
 MAX_GATHER_BYTES = 64 << 20
 """Most that copies within a pool hold in between."""
@@ -32,7 +34,7 @@ class KvPools:
         num_blocks: Sequence[int],
         *,
         block_size: int,
-        backend: AttentionBackend,
+        backends: Backends,
         device: torch.device | str = "cpu",
     ) -> None:
         """
@@ -45,31 +47,31 @@ class KvPools:
         self.block_size = block_size
         self.arenas: list[Tensor] = []
         """By group, uint8 [blocks, bytes of a block]."""
-        self._caches: dict[int, LayerCache] = {}
+        self._caches: dict[int, Any] = {}
         for group, blocks in zip(groups, num_blocks):
             if group.is_recurrent:
                 self.arenas.append(zeroed((blocks, group.state_bytes), torch.uint8, torch.device(device)))
                 continue
-            shape = backend.kv_shape(blocks, block_size, group.num_kv_heads, group.head_dim)
-            assert shape[0] == blocks, "a backend's layout has blocks first"
-            whole = (blocks, len(group.layers), 2, *shape[1:])
-            arena = zeroed(whole, dtype_named(group.dtype), torch.device(device))
-            self.arenas.append(arena.view(torch.uint8).view(blocks, -1))
-            self._caches |= {
-                layer: LayerCache(arena[:, at, 0], arena[:, at, 1]) for at, layer in enumerate(group.layers)
-            }
+            size_bytes = group.block_bytes(block_size)
+            arena = zeroed((blocks, size_bytes), torch.uint8, torch.device(device))
+            self.arenas.append(arena)
+            backend, regions = backends.of(group.attention), _regions(group)
+            layer_bytes = size_bytes // len(group.layers)
+            for at, layer in enumerate(group.layers):
+                part = arena[:, at * layer_bytes : (at + 1) * layer_bytes]
+                self._caches[layer] = backend.bind(_views(part, regions, backend, block_size))
 
     @property
     def num_layers(self) -> int:
-        """With K and V."""
+        """Those with blocks of tokens."""
         return len(self._caches)
 
     @property
     def size_bytes(self) -> int:
         return sum(arena.nbytes for arena in self.arenas)
 
-    def layer(self, index: int) -> LayerCache:
-        """[blocks, ...] of the backend's `kv_shape`; one block is contiguous, neighbours are apart."""
+    def layer(self, index: int) -> Any:
+        """The cache that the layer's backend made of its regions; a region's block is contiguous, neighbours apart."""
         return self._caches[index]
 
     def copy(self, group: int, source: Tensor, destination: Tensor) -> None:
@@ -78,6 +80,23 @@ class KvPools:
         All sources of up to MAX_GATHER_BYTES are read before a destination is written.
         """
         copy_rows(self.arenas[group], source, self.arenas[group], destination)
+
+
+def _regions(group: GroupSpec) -> tuple[Region, ...]:
+    shape = (group.num_kv_heads, group.head_dim)
+    return group.regions or (Region("k", shape, group.dtype), Region("v", shape, group.dtype))
+
+
+def _views(part: Tensor, regions: Sequence[Region], backend: AttentionBackend, block_size: int) -> dict[str, Tensor]:
+    """part: uint8 [blocks, bytes of one layer] -> by name, [blocks, *the backend's shape]"""
+    views: dict[str, Tensor] = {}
+    at = 0
+    for region in regions:
+        size_bytes = region_bytes(region) * block_size
+        shape = backend.block_shape(region.shape, block_size)
+        views[region.name] = part[:, at : at + size_bytes].view(dtype_named(region.dtype)).unflatten(1, shape)
+        at += size_bytes
+    return views
 
 
 def copy_rows(source: Tensor, source_rows: Tensor, destination: Tensor, destination_rows: Tensor) -> None:

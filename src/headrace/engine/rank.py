@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace import plugins
-from headrace.config.kernels import DecodeCudaGraphConfig
+from headrace.config.kernels import DecodeCudaGraphConfig, MoeBackend
 from headrace.config.llm_args import LlmArgs
+from headrace.engine.backends import Backends, implementation_of
 from headrace.engine.batch import leave_out, put_back
-from headrace.engine.build import build_model, known_model_types
+from headrace.engine.build import Servable, build_model
+from headrace.engine.clock import StepClock
+from headrace.engine.compiling import Compiling, OpenCompiler
+from headrace.engine.constraints import Constraints
 from headrace.engine.copies import copy_bytes_per_s
-from headrace.engine.device import compute_dtype, kv_cache_dtype, pick_device
+from headrace.engine.device import compute_dtype, kv_cache_dtype, pick_device, state_dtype
 from headrace.engine.fingerprint import fingerprint
+from headrace.engine.graphs import NO_GRAPHS
 from headrace.engine.groups import configured_reach, group_layers
+from headrace.engine.kept import keep_or_leave
 from headrace.engine.memory import check_room, free_bytes
+from headrace.engine.profiling import COMMANDS, Profiling
+from headrace.engine.rescue import queue_within_memory
 from headrace.engine.runner import Runner
 from headrace.engine.slots import SlotState
 from headrace.engine.states import state_specs
@@ -28,13 +34,15 @@ from headrace.engine.step import Outcome, Stepper
 from headrace.engine.tiers import Memory
 from headrace.engine.weights import load_weights
 from headrace.hub.config import read_config, read_quant_config, stated_quantisation, text_config
-from headrace.hub.shape import activation_bytes
+from headrace.hub.read_shape import mlp_width
+from headrace.hub.shape import activation_bytes, graph_bytes, logits_bytes
 from headrace.hub.source import ModelSource
 from headrace.kernels import _native
+from headrace.layers.experts import ExpertsSetup
 from headrace.layers.factory import LayerFactory
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Model
-from headrace.layers.recipes import read_recipes
+from headrace.layers.recipes import Recipes, read_recipes
 from headrace.log import phase
 from headrace.sampling.sampler import Sampler
 from headrace.seam import (
@@ -57,14 +65,20 @@ class Rank:
     """The device side of one rank; only the worker thread touches it."""
 
     def __init__(
-        self, args: LlmArgs, source: ModelSource, parallel: ParallelContext, *, num_valid_ids: int | None
+        self,
+        args: LlmArgs,
+        source: ModelSource,
+        parallel: ParallelContext,
+        *,
+        num_valid_ids: int | None,
+        open_compiler: OpenCompiler | None = None,
     ) -> None:
         self.args = args
         self.parallel = parallel
         self._closing = contextlib.ExitStack()
         self._closing.callback(parallel.collectives.close)
         self.device = pick_device(parallel.rank)
-        config = read_config(source, model_kwargs=args.model_kwargs, known_model_types=known_model_types())
+        config = read_config(source, model_kwargs=args.model_kwargs, known_model_types=Servable(args.model_impl))
         dtype = compute_dtype(args.dtype, config, self.device)
         recipes = read_recipes(
             {"quantization_config": stated_quantisation(config)},
@@ -72,8 +86,8 @@ class Rank:
             force_dynamic=args.force_dynamic_quantization,
         )
         max_len = args.max_seq_len if isinstance(args.max_seq_len, int) else None
-        factory = LayerFactory(dtype=dtype, recipe=recipes, device=self.device, parallel=parallel, max_len=max_len)
-        self.model: Model = build_model(config, factory)
+        factory = self._factory(dtype, recipes, max_len=max_len)
+        self.model: Model = build_model(config, factory, impl=args.model_impl)
         kv = args.kv_cache_config
         kv_dtype = kv_cache_dtype(kv.dtype, dtype, self.device, is_kv_fp8=recipes.is_kv_fp8)
         self.reach = configured_reach(kv, longest=max_len or self.model.max_position)
@@ -82,17 +96,43 @@ class Rank:
         check_room(self.model.weight_map().weight_bytes, self.device)
         with phase("loading weights"):
             report = load_weights(self.model, source, load_format=args.load_format.value, progress=parallel.rank == 0)
-        self.backend = plugins.load("attention", _backend_name(args.attn_backend, self.device))()
-        self.facts = EngineFacts(
+        is_drafting = args.speculative_config is not None and parallel.rank == 0
+        self.kept = keep_or_leave(source, self.model.weight_map(), is_wanted=is_drafting)
+        self.backends = Backends(implementation_of(args.attn_backend, self.device))
+        self.facts = self._facts(source, config, dtype, num_valid_ids=num_valid_ids, weight_bytes=report.weight_bytes)
+        self.block_size = args.kv_cache_config.tokens_per_block
+        self._clock: StepClock | None = None
+        """Of the last step with rows."""
+        self.profiling = Profiling(args.profile_dir, rank=parallel.rank, device=self.device)
+        self.compiling = Compiling(open_compiler, num_ids=self.facts.num_valid_ids)
+
+    def _facts(
+        self,
+        source: ModelSource,
+        config: dict[str, Any],
+        dtype: torch.dtype,
+        *,
+        num_valid_ids: int | None,
+        weight_bytes: int,
+    ) -> EngineFacts:
+        args = self.args
+        return EngineFacts(
             model_type=str(config["model_type"]),
             vocab_size=self.model.vocab_size,
             num_valid_ids=min(num_valid_ids or self.model.vocab_size, self.model.vocab_size),
             max_position=self.model.max_position,
             groups=self.groups,
-            weight_bytes=report.weight_bytes,
-            activation_bytes=self._activation_bytes(args.max_num_tokens, config, dtype),
+            weight_bytes=weight_bytes,
+            activation_bytes=self._activation_bytes(args.max_num_tokens, config, dtype) + self._logits_bytes(dtype),
+            graph_bytes=graph_bytes(
+                sizes := self._capture_sizes(),
+                vocab_size=self.model.vocab_size,
+                step_bytes=self._activation_bytes(max(sizes, default=0), config, dtype),
+                item_bytes=dtype.itemsize,
+            ),
             free_bytes=free_bytes(self.device),
             device=self._device_name(),
+            hidden_size=int(text_config(config).get("hidden_size", 0)),
             fingerprint=fingerprint(
                 config,
                 source,
@@ -100,25 +140,43 @@ class Rank:
                 load_format=args.load_format.value,
                 dtype=str(dtype),
                 tokens_per_block=args.kv_cache_config.tokens_per_block,
-                num_ranks=parallel.size,
+                num_ranks=self.parallel.size,
                 device=self.device.type,
-                backend=type(self.backend).__name__,
+                backend=self.backends.names([group.attention for group in self.groups]),
             ),
             copy_bytes_per_s=copy_bytes_per_s(self.device),
+            kept_bytes=self.kept.size_bytes,
         )
-        self.block_size = args.kv_cache_config.tokens_per_block
 
     def _device_name(self) -> str:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return f"cpu, {_native.num_threads()} threads"
 
+    def _factory(self, dtype: torch.dtype, recipes: Recipes, *, max_len: int | None) -> LayerFactory:
+        moe = self.args.moe_config
+        return LayerFactory(
+            dtype=dtype,
+            recipe=recipes,
+            device=self.device,
+            parallel=self.parallel,
+            max_len=max_len,
+            state_dtype=state_dtype(self.args.kv_cache_config.mamba_ssm_cache_dtype),
+            experts=ExpertsSetup(recipes.of_experts, moe.backend.value, moe.max_num_tokens),
+        )
+
+    def _logits_bytes(self, dtype: torch.dtype) -> int:
+        """Of a full batch, on a GPU; a CPU's sampler works in pieces."""
+        if self.device.type != "cuda":
+            return 0
+        return logits_bytes(self.model.vocab_size, num_rows=self.args.max_batch_size, item_bytes=dtype.itemsize)
+
     @staticmethod
     def _activation_bytes(max_num_tokens: int, config: dict[str, Any], dtype: torch.dtype) -> int:
         text = text_config(config)
         return activation_bytes(
             int(text.get("hidden_size", 0)),
-            int(text.get("intermediate_size", 0)),
+            mlp_width(config),
             max_num_tokens=max_num_tokens,
             item_bytes=dtype.itemsize,
         )
@@ -129,7 +187,7 @@ class Rank:
             self.groups,
             sizes,
             block_size=self.block_size,
-            backend=self.backend,
+            backends=self.backends,
             states=state_specs(self.model.layers),
             device=self.device,
             fingerprint=self.facts.fingerprint,
@@ -138,7 +196,7 @@ class Rank:
         )
         self._closing.callback(self.memory.close)
         self.runner = Runner(
-            self.model, self.backend, self.memory.pools, states=self.memory.states.layers, reach=self.reach
+            self.model, self.backends, self.memory.pools, states=self.memory.states.layers, reach=self.reach
         )
         max_blocks = self._max_blocks(sizes)
         self.state = SlotState(num_slots, num_groups=len(self.groups), max_blocks=max_blocks, device=self.device)
@@ -151,11 +209,17 @@ class Rank:
             self.runner,
             self.state,
             self.sampler,
+            constraints=Constraints(
+                num_slots + 1, num_ids=self.facts.num_valid_ids, device=self.device, compiling=self.compiling
+            ),
             groups=self.groups,
             block_size=self.block_size,
             max_len=max_blocks * self.block_size,
             capture_sizes=self._capture_sizes(),
         )
+        if not self.args.fast_start and self.stepper.graphs is not NO_GRAPHS:
+            with phase("capturing CUDA graphs"), torch.inference_mode():
+                self.stepper.graphs.capture_all()
 
     def _connector(self) -> WorkerConnector | None:
         config = self.args.kv_connector_config
@@ -167,6 +231,10 @@ class Rank:
         graphs = self.args.cuda_graph_config
         if self.device.type != "cuda" or not isinstance(graphs, DecodeCudaGraphConfig) or self.parallel.size > 1:
             return []
+        if not self.model.is_capturable:
+            return []
+        if self.model.has_experts and self.args.moe_config.backend is MoeBackend.VANILLA:
+            return []  # it asks the device which experts are used
         return [size for size in graphs.capture_sizes() if size <= self.args.max_batch_size]
 
     def _max_blocks(self, sizes: PoolSizes) -> int:
@@ -190,26 +258,51 @@ class Rank:
 
     def queue(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Hand the step to the device. -> what waits for its result; called in order, by any thread"""
-        begin_s = time.perf_counter()
+        clock = StepClock(self.device, before=self._clock)
         section = plan.sections[0]
+        if plan.num_rows:
+            self.profiling.step()
+        done = {command.id: self.profiling.run(command) for command in plan.commands if command.name in COMMANDS}
+        for command in plan.commands:
+            if command.id not in done:
+                self.compiling.begin(command)
         self._apply(plan.step, section)
         unready = np.flatnonzero(np.isin(section.slot, list(self.unready))).tolist()
         errors = {row: self.unready[int(section.slot[row])] for row in unready}
         rows = leave_out(section, errors)
         outcome = self._queue_rows(plan.step, rows) if rows.num_rows else _nothing
+        clock.stop()
+        if rows.num_rows:
+            self._clock = clock
         self.memory.end_step(section)
         finished, failed = self.memory.reports()
+        done |= self.compiling.take_done()
 
         def result() -> StepResult:
             found = put_back(outcome(), errors)
-            wall_s = time.perf_counter() - begin_s
-            return StepResult(plan.step, (found,), finished_copies=finished, failed_copies=failed, forward_s=wall_s)
+            return StepResult(
+                plan.step,
+                (found,),
+                finished_copies=finished,
+                failed_copies=failed,
+                finished_commands=done,
+                forward_s=clock.seconds(),
+                idle_s=clock.idle_seconds(),
+                num_eager=self.stepper.num_eager,
+            )
 
         return result
 
     def _queue_rows(self, step: int, section: Section) -> Outcome:
         try:
-            return self.stepper.queue(section)
+            if self.parallel.size > 1 or self.memory.states.layers:
+                return self.stepper.queue(section)  # a recurrent state that has gone on can't do so again
+            return queue_within_memory(
+                section,
+                self.stepper.queue,
+                free=self._free_unused,
+                fail=lambda rows: self.state.fail(rows.slot.tolist()),
+            )
         except Exception as error:  # the step's rows fail, the engine goes on
             if self.parallel.size > 1:
                 raise  # the ranks are no longer at the same collective: the group has to end
@@ -219,6 +312,11 @@ class Rank:
             failed = SectionResult(ints(np.zeros(section.num_rows)), ints(), errors=errors)
             return lambda: failed
 
+    def _free_unused(self) -> None:
+        self.stepper.graphs.drop()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _apply(self, step: int, section: Section) -> None:
         """Freed slots, new slots, new blocks, copies: in this order, before any row.
 
@@ -227,6 +325,7 @@ class Rank:
         """
         for slot in section.freed_slots.tolist():
             self.sampler.free(slot)
+            self.stepper.constraints.free(slot)
             self.stepper.inits.pop(slot, None)
             self.unready.pop(slot, None)
         for init in section.inits:
@@ -247,6 +346,7 @@ class Rank:
         self.unready.pop(init.slot, None)
         try:
             self.sampler.begin(init)
+            self.stepper.constraints.begin(init)
         except Exception as error:
             if self.parallel.size > 1:
                 raise  # the other ranks may well have begun it
@@ -257,10 +357,3 @@ class Rank:
 
 def _nothing() -> SectionResult:
     return SectionResult(ints(), ints())
-
-
-def _backend_name(wanted: str, device: torch.device) -> str:
-    """The attention backend for a configured name: TensorRT-LLM's names mean the fastest one here, VANILLA the twin."""
-    if wanted == "VANILLA":
-        return "torch"
-    return "cpu" if device.type == "cpu" else "triton"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.attention.port import AttentionBackend, AttentionSpec, AttentionStep, LayerCache
+from headrace.attention.port import AttentionBackend, AttentionStep, CacheSpec
+from headrace.engine.backends import Backends
 from headrace.engine.groups import WHOLE, Reach
 from headrace.engine.pools import KvPools
 from headrace.kernels.quantise import Form
-from headrace.kernels.rope_write import Projected
 from headrace.layers.port import Act, ForwardStep, LiveState, Model, StateStep
 
 GroupStep = AttentionStep | StateStep
@@ -25,12 +25,12 @@ class BoundAttention:
     """Attention over one layer's cache in one step: the mixer that the runner hands to a layer."""
 
     backend: AttentionBackend
-    cache: LayerCache
+    cache: Any
     step: AttentionStep
-    spec: AttentionSpec
+    spec: Any
 
-    def __call__(self, packed: Projected, form: Form) -> Act:
-        return self.backend.run(packed, cache=self.cache, step=self.step, spec=self.spec, form=form)
+    def __call__(self, mixer_input: Any, form: Form) -> Act:
+        return self.backend.run(mixer_input, cache=self.cache, step=self.step, spec=self.spec, form=form)
 
 
 class Runner:
@@ -39,7 +39,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        backend: AttentionBackend,
+        backends: Backends,
         pools: KvPools,
         *,
         states: Mapping[int, tuple[Tensor, ...]] = NO_STATES,
@@ -50,13 +50,14 @@ class Runner:
             states: by recurrent layer, its live states: `States.layers`.
             reach: as the pools' groups were made with.
         """
-        assert pools.num_layers + len(states) == len(model.layers), (pools.num_layers, len(states), len(model.layers))
         self.model = model
-        self.backend = backend
+        self.backends = [backends.of(group.attention) for group in pools.groups]
+        """By group; those of recurrent groups have nothing to do."""
         self.pools = pools
         self.states = states
         self.reach = reach
         self._group_of = {layer: index for index, group in enumerate(pools.groups) for layer in group.layers}
+        assert pools.num_layers + len(states) == len(self._group_of), (pools.num_layers, len(states))
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, groups: Sequence[GroupStep], *, rows: Tensor | None = None) -> Tensor:
@@ -72,9 +73,9 @@ class Runner:
         """
         assert len(groups) == len(self.pools.groups), "one step a layer group"
         model = self.model
-        for group in groups:
+        for backend, group in zip(self.backends, groups):
             if isinstance(group, AttentionStep):
-                self.backend.plan(group)
+                backend.plan(group)
         positions = groups[0].positions
         step = ForwardStep(positions, model.ropes(positions))
         partial, residual = None, model.embed(ids)
@@ -86,12 +87,17 @@ class Runner:
         return model.final(partial, residual).data
 
     def _mixer(self, index: int, groups: Sequence[GroupStep]) -> Any:
-        """What the layer mixes tokens with: a `Mixer`, or the `LiveState` of a recurrent one."""
-        step = groups[self._group_of[index]]
+        """What the layer mixes tokens with: a `Mixer`, the `LiveState` of a recurrent one, or nothing."""
+        group = self._group_of.get(index)
+        if group is None:
+            return None
+        step = groups[group]
         if isinstance(step, StateStep):
             return LiveState(self.states[index], step)
-        spec = self.reach.of(index, self.model.layers[index].spec)
-        return BoundAttention(self.backend, self.pools.layer(index), step, spec)
+        stated = self.model.layers[index].spec
+        assert stated is not None
+        spec: CacheSpec = self.reach.of(index, stated)
+        return BoundAttention(self.backends[group], self.pools.layer(index), step, spec)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

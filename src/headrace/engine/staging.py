@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.sampling.rows import Upload as Upload
+
 
 def stage(arrays: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
     """The arrays as int64 tensors of their shapes on the device, in one copy from pinned memory.
@@ -26,22 +28,3 @@ def stage(arrays: Sequence[NDArray[np.integer]], device: torch.device) -> list[T
     # The cache of pinned memory hands `host` out again only after this copy.
     parts = host.to(device, non_blocking=True).split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays)]
-
-
-class Upload:
-    """A tensor on its way to the host, behind all that was queued when this was made."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._done: torch.cuda.Event | None = None
-        if not values.is_cuda:
-            self._host = values
-            return
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record()
-
-    def wait(self) -> NDArray[np.int64]:
-        if self._done is not None:
-            self._done.synchronize()
-        return self._host.numpy()

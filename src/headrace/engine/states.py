@@ -63,6 +63,10 @@ class States:
                 self.layers[layer] = tuple(_views(rows, at, specs[layer]))
                 at += state_bytes([specs[layer]])
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(rows.nbytes for rows in self._rows.values())
+
     def begin(self, slots: Sequence[int]) -> None:
         """Slots begin with zeros."""
         if self._rows and slots:

@@ -6,23 +6,31 @@ Nothing here waits for the device. The next step is queued while this one runs; 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.batch import Batch, Wanted, batch_of, build_batch, generation_rows
-from headrace.engine.graphs import NO_GRAPHS, DecodeGraphs
+from headrace.engine.batch import Batch, Wanted, build_batch, generation_batch
+from headrace.engine.constraints import NO_TOKEN, Constraints, is_allowed
+from headrace.engine.graphs import NO_GRAPHS, Captured, DecodeGraphs
+from headrace.engine.pooling import Pooled
 from headrace.engine.runner import Runner
 from headrace.engine.slots import SlotState
 from headrace.engine.staging import Upload, stage
-from headrace.sampling.logprobs import prompt_logprobs
+from headrace.kernels.accept_tokens import accept_tokens
+from headrace.sampling.grammar import Masks
+from headrace.sampling.logprobs import HostLogprobs, prompt_logprobs
 from headrace.sampling.sampler import Sampled, Sampler
-from headrace.sampling.state import RAW_LOGITS
-from headrace.seam import HOST_TOKEN, GroupSpec, RowLogprobs, Section, SectionResult, SlotInit, ints
+from headrace.sampling.state import ALTERED, CAPTURABLE, LOGPROBS, RANDOM, RAW_LOGITS
+from headrace.seam import SAMPLE, GroupSpec, RowLogprobs, Section, SectionResult, SlotInit, ints
 
 NO_NUMBERS = "the model computed no numbers (NaN): its weights are damaged, or float16 is too small; try dtype bfloat16"
+
+NOT_A_NUMBER, NOT_ALLOWED = 1, 2
+"""What is wrong with a row's token."""
 
 Outcome = Callable[[], SectionResult]
 """Waits for the device."""
@@ -37,6 +45,7 @@ class Stepper:
         state: SlotState,
         sampler: Sampler,
         *,
+        constraints: Constraints,
         groups: Sequence[GroupSpec],
         block_size: int,
         max_len: int,
@@ -50,85 +59,148 @@ class Stepper:
         self.runner = runner
         self.state = state
         self.sampler = sampler
+        self.constraints = constraints
         self.inits: dict[int, SlotInit] = {}
         """By slot: what began there."""
         self._groups = groups
         self._block_size = block_size
         self._max_len = max_len
-        self._captured_width = sampler.state.width
+        self._captured_places = sampler.state.places
+        self._starts: dict[int, Tensor] = {}
+        self._max_captured = max(capture_sizes, default=0)
+        self._kept: Tensor | None = None
         self.graphs = DecodeGraphs(self._decode, capture_sizes, state) if capture_sizes else NO_GRAPHS
+        self.num_eager = 0
+        """Steps of generation rows alone that ran without a graph although there are graphs."""
 
     @torch.inference_mode()
     def queue(self, section: Section) -> Outcome:
         if self.graphs.fits(section.num_rows) and self._is_plain(section):
             return self._queue_graph(section)
+        self.num_eager += self.graphs is not NO_GRAPHS and not section.num_context_rows
         batch, wanted = build_batch(section, self.state, groups=self._groups, block_size=self._block_size)
         hidden = self.runner.forward(batch.ids, batch.groups, rows=wanted.tokens)
-        return self._sample(section, batch, wanted, hidden)
+        if not Pooled.is_wanted(section):
+            return self._sample(section, batch, wanted, hidden)
+        pooled = Pooled(section, wanted, hidden)
+        sampled = self._sample(section, batch, wanted, hidden)
+        return lambda: pooled.add_to(sampled())
 
     def _is_plain(self, section: Section) -> bool:
-        """Generation rows only, whose tokens are the most likely ones and nothing else is asked of."""
-        if section.num_context_rows or (section.flags & HOST_TOKEN).any():
+        """Generation rows only, none of which needs the host before its token is there."""
+        if section.num_context_rows or (section.flags & ~SAMPLE).any():
             return False
-        return not self.sampler.state.features[section.slot].any()
+        return not (self.sampler.state.features[section.slot] & ~CAPTURABLE).any()
 
     def _queue_graph(self, section: Section) -> Outcome:
         self.state.raise_bounds(section)
         self.sampler.upload()
-        if self.sampler.state.width != self._captured_width:  # the captured parameters are no longer the ones in use
+        places = self.sampler.state.places
+        if places != self._captured_places:  # the captured parameters are no longer the ones in use
             self.graphs.drop()
-            self._captured_width = self.sampler.state.width
-        upload = self.graphs.run(section.slot)
+            self._captured_places = places
+        features = self.sampler.state.features[section.slot]
+        captured = self.graphs.run(section.slot, is_shaped=bool((features & (RANDOM | ALTERED | LOGPROBS)).any()))
         num_rows = section.num_rows
+        upload = Upload(captured.outputs)
+        sampled = None
+        if (features & LOGPROBS).any():
+            assert captured.logits is not None
+            tokens = captured.outputs[0, :num_rows]
+            sampled = self.sampler.report(captured.logits[:num_rows], tokens, host_slots=section.slot)
 
         def result() -> SectionResult:
             tokens, was_done, bad = upload.wait()[:, :num_rows]
-            return _result(section, np.arange(num_rows), tokens, was_done != 0, bad != 0, {})
+            found = _result(section, np.arange(num_rows), tokens, was_done != 0, bad, {})
+            if sampled is None:
+                return found
+            logprobs = {row: values for row, values in sampled.logprobs.items() if found.num_accepted[row]}
+            return replace(found, logprobs=logprobs)
 
         return result
 
-    def _decode(self, slots: Tensor) -> Tensor:
-        """A step of generation rows, all on the device. -> int64 [3, rows]: token, was done, no numbers"""
-        rows = generation_rows(slots, max_kv=self._max_len)
-        batch = batch_of(rows, self.state, groups=self._groups, block_size=self._block_size)
+    def _decode(self, slots: Tensor, is_shaped: bool) -> Captured:
+        """A step of generation rows, all on the device."""
+        count = len(slots)
+        if count not in self._starts:  # kept: a graph reads it
+            self._starts[count] = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
+        batch = generation_batch(
+            slots,
+            self._starts[count],
+            self.state,
+            groups=self._groups,
+            block_size=self._block_size,
+            max_kv=self._max_len,
+        )
         hidden = self.runner.forward(batch.ids, batch.groups)
-        self.state.num_tokens.index_copy_(0, slots, batch.kv_lens)
-        logits = self.runner.logits(hidden)
-        host_slots = np.full(len(slots), self.state.dummy)
-        sampled = self.sampler.sample(logits.contiguous(), slots, batch.kv_lens, host_slots=host_slots)
-        return self._accept(slots, logits, sampled, batch.was_done)
+        logits = self.runner.logits(hidden).contiguous()
+        tokens = self.sampler.choose_captured(logits, slots, batch.kv_lens, is_shaped=is_shaped)
+        state = self.state
+        outputs = accept_tokens(
+            tokens,
+            logits,
+            slots,
+            batch.kv_lens,
+            batch.was_done,
+            self.sampler.state.table,
+            last_token=state.last_token,
+            num_tokens=state.num_tokens,
+            done=state.done,
+        )
+        return Captured(outputs, self._keep(logits) if is_shaped else None)
 
-    def _accept(self, slots: Tensor, logits: Tensor, sampled: Sampled, was_done: Tensor) -> Tensor:
+    def _keep(self, logits: Tensor) -> Tensor:
+        """In one buffer for all sizes of graphs: each would hold its own as long as the graph lives."""
+        if self._kept is None:
+            self._kept = logits.new_empty(self._max_captured, logits.shape[1])
+        kept = self._kept[: len(logits)]
+        return kept.copy_(logits)
+
+    def _accept(
+        self, slots: Tensor, logits: Tensor, sampled: Sampled, was_done: Tensor, masks: Masks | None = None
+    ) -> Tensor:
         """Logits with a NaN have it as their maximum, so it is seen in the chosen one."""
-        bad = logits.gather(1, sampled.tokens[:, None]).squeeze(1).isnan()
-        self.state.accept(slots, sampled.tokens, sampled.done | was_done | bad)
-        return torch.stack((sampled.tokens, was_done.long(), bad.long()))
+        bad = logits.gather(1, sampled.tokens[:, None]).squeeze(1).isnan().long() * NOT_A_NUMBER
+        if masks is not None:  # all may have been ruled out
+            wrong = (~is_allowed(masks, sampled.tokens)).long() * NOT_ALLOWED
+            bad = torch.maximum(bad, torch.zeros_like(bad).index_copy_(0, masks.rows, wrong))
+        self.state.accept(slots, sampled.tokens, sampled.done | was_done | (bad != 0))
+        return torch.stack((sampled.tokens, was_done.long(), bad))
 
     def _sample(self, section: Section, batch: Batch, wanted: Wanted, hidden: Tensor) -> Outcome:
-        """Sampling and slot state."""
-        self.state.num_tokens.index_copy_(0, batch.slots, batch.kv_lens)
+        """Sampling and slot state, which changes last: a step that runs out of memory is queued again."""
         prompt = {int(row): self._prompt_logprobs(section, wanted, hidden, int(row)) for row in wanted.prompt_rows}
         rows = wanted.sample_rows
         if not len(rows):
+            self.state.num_tokens.index_copy_(0, batch.slots, batch.kv_lens)
             accepted = ints(np.zeros(section.num_rows))
-            return lambda: SectionResult(accepted, ints(), prompt_logprobs=prompt)
+            return lambda: SectionResult(accepted, ints(), prompt_logprobs=_waited(prompt))
         slots, was_done = batch.slots[wanted.rows], batch.was_done[wanted.rows]
         logits = self.runner.logits(hidden[wanted.last])
         kept = self._kept_logits(section, rows, logits)
         host_slots = section.slot[rows]
+        masks, errors = self.constraints.masks(host_slots)
         sampled = self.sampler.sample(
-            logits.contiguous(), slots, batch.kv_lens[wanted.rows], section.flags[rows], host_slots=host_slots
+            logits.contiguous(),
+            slots,
+            batch.kv_lens[wanted.rows],
+            section.flags[rows],
+            host_slots=host_slots,
+            masks=masks,
         )
-        upload = Upload(self._accept(slots, logits, sampled, was_done))
-        self.state.fail([int(host_slots[row]) for row in sampled.errors])
+        self.state.num_tokens.index_copy_(0, batch.slots, batch.kv_lens)
+        upload = Upload(self._accept(slots, logits, sampled, was_done, masks))
+        errors |= sampled.errors
+        self.state.fail([int(host_slots[row]) for row in errors])
+        self.constraints.expect(host_slots, upload)
 
         def result() -> SectionResult:
             tokens, done, bad = upload.wait()
-            found = _result(section, rows, tokens, done != 0, bad != 0, sampled.errors)
+            found = _result(section, rows, tokens, done != 0, bad, errors)
             logprobs = {
                 int(rows[row]): values for row, values in sampled.logprobs.items() if found.num_accepted[rows[row]]
             }
-            return SectionResult(found.num_accepted, found.tokens, logprobs, prompt, kept, found.errors)
+            return SectionResult(found.num_accepted, found.tokens, logprobs, _waited(prompt), kept, found.errors)
 
         return result
 
@@ -137,7 +209,7 @@ class Stepper:
         wanted = np.flatnonzero(self.sampler.state.features[section.slot[rows]] & RAW_LOGITS).tolist()
         return {int(rows[at]): logits[at : at + 1].to(torch.float32, copy=True) for at in wanted}
 
-    def _prompt_logprobs(self, section: Section, wanted: Wanted, hidden: Tensor, row: int) -> RowLogprobs:
+    def _prompt_logprobs(self, section: Section, wanted: Wanted, hidden: Tensor, row: int) -> HostLogprobs:
         """Of the prompt tokens that follow this chunk's positions."""
         first, end = wanted.query_starts[row], wanted.query_starts[row + 1]
         ids = section.ids[first:end]
@@ -154,16 +226,21 @@ class Stepper:
         )
 
 
+def _waited(found: dict[int, HostLogprobs]) -> dict[int, RowLogprobs]:
+    return {row: values.wait() for row, values in found.items()}
+
+
 def _result(
     section: Section,
     rows: NDArray[np.int64],
     tokens: NDArray[np.int64],
     was_done: NDArray[np.bool_],
-    bad: NDArray[np.bool_],
+    bad: NDArray[np.int64],
     errors: dict[int, str],
 ) -> SectionResult:
     """Args: rows: those that sample; the rest is by such row."""
-    errors = dict.fromkeys(np.flatnonzero(bad & ~was_done).tolist(), NO_NUMBERS) | errors
+    wrong = np.flatnonzero((bad != 0) & ~was_done).tolist()
+    errors = {row: NO_TOKEN if bad[row] == NOT_ALLOWED else NO_NUMBERS for row in wrong} | errors
     live = ~was_done
     live[list(errors)] = False
     accepted = np.zeros(section.num_rows, np.int32)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from headrace.attention.port import AttentionBackend
+from headrace.engine.backends import Backends
 from headrace.engine.copies import make_mover
 from headrace.engine.disk import DiskTier, open_disk
 from headrace.engine.external import DeviceBlocks
@@ -32,7 +32,7 @@ class Memory:
         sizes: PoolSizes,
         *,
         block_size: int,
-        backend: AttentionBackend,
+        backends: Backends,
         states: Mapping[int, StateSpec],
         device: torch.device,
         fingerprint: str = "",
@@ -49,7 +49,7 @@ class Memory:
             MemoryError: a tier doesn't fit.
             ValueError: the connector refuses the pools.
         """
-        self.pools = KvPools(groups, sizes.num_blocks, block_size=block_size, backend=backend, device=device)
+        self.pools = KvPools(groups, sizes.num_blocks, block_size=block_size, backends=backends, device=device)
         self.states = States(groups, states, num_slots=sizes.num_slots, device=device)
         block_bytes = [arena.shape[1] for arena in self.pools.arenas]
         self.host = HostTier(block_bytes, sizes.host_blocks, device)
@@ -68,13 +68,15 @@ class Memory:
         self._external.register(DeviceBlocks(self.pools.arenas))
 
     def begin_step(self, section: Section) -> None:
-        """What comes before the rows: new states, a connector's work, copies, restored states; and transfers begin."""
+        """What comes before the rows: new states, a connector's saves, copies, restored states, a connector's loads;
+        and transfers begin."""
         self.states.begin([init.slot for init in section.inits])
-        self._external.begin_step(section.external)
+        self._external.save(section.external)
         if len(section.copies):
             self._mover.copy(section.copies)
         if len(section.restores):
             self.states.restore(section.restores, self.pools.arenas)
+        self._external.load(section.external)
         if len(section.transfers):
             self._begin_transfers(section.transfers)
 

@@ -10,19 +10,20 @@ import math
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from headrace.engine.checkpoint import StoredTensor, read_checkpoint
+from headrace.engine.checkpoint import Piece, StoredTensor, columns, read_checkpoint
 from headrace.hub.source import ModelSource
 from headrace.layers.port import Model
-from headrace.layers.weights import Part, Slot, Target, WeightMap
+from headrace.layers.weights import Init, Part, Slot, Target, WeightMap
 
 DUMMY_STD = 0.02
+CONSTANTS: Mapping[Init, float] = {"zero": 0.0, "one": 1.0, "exponents": 120.0}
 NOISE_ELEMENTS = 1 << 22
 """Random numbers drawn at once."""
 PROGRESS_AFTER_S = 1.0
@@ -110,7 +111,7 @@ def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
         leave=False,
     )
     with bar, torch.inference_mode():
-        for stored in read_checkpoint(source):
+        for stored in _stored(weights, source):
             name = weights.canonical(stored.name)
             if name not in weights.tied and not weights.is_ignored(name):
                 target = _found(weights, name)
@@ -120,6 +121,18 @@ def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
         if kept:
             _check_ties(weights, source, kept)
     return len(targets)
+
+
+def _stored(weights: WeightMap, source: ModelSource) -> Iterator[StoredTensor]:
+    """The tensors of a checkpoint; of one that holds several, each of them."""
+    for stored in read_checkpoint(source):
+        pieces = weights.pieces(weights.canonical(stored.name))
+        first, total = 0, sum(pieces.values())
+        for name, rows in pieces.items():
+            yield Piece(stored, name, first, rows, total)
+            first += rows
+        if not pieces:
+            yield stored
 
 
 def _shaped(view: Tensor, stored_shape: tuple[int, ...]) -> Tensor:
@@ -134,7 +147,8 @@ def _check_names(weights: WeightMap, source: ModelSource) -> tuple[set[str], lis
     """
     faults = _Faults()
     seen: set[str] = set()
-    for stored in read_checkpoint(source):
+    filled: set[tuple[str, str]] = set()
+    for stored in _stored(weights, source):
         name = weights.canonical(stored.name)
         if weights.is_ignored(name):
             continue
@@ -143,10 +157,11 @@ def _check_names(weights: WeightMap, source: ModelSource) -> tuple[set[str], lis
             faults.unexpected.append(stored.name)
         elif (stored.shape or (1,)) != target.slot.shape:
             faults.shapes.append(f"{stored.name} {list(stored.shape)} instead of {list(target.slot.shape)}")
-        elif name in seen:
+        elif name in seen or (name not in weights.tied and _slots_of(target) & filled):
             faults.twice.append(stored.name)
+        if target is not None and name not in weights.tied:
+            filled |= _slots_of(target)
         seen.add(name)
-    filled = {(target.parameter.name, target.slot.name) for target in map(weights.find, seen) if target is not None}
     left_out: list[Target] = []
     for target in _targets(weights):
         if (target.parameter.name, target.slot.name) not in filled:
@@ -156,6 +171,11 @@ def _check_names(weights: WeightMap, source: ModelSource) -> tuple[set[str], lis
                 faults.missing.append(weights.checkpoint_name(target.parameter, target.slot.name))
     faults.check(source)
     return seen & weights.tied.keys(), left_out
+
+
+def _slots_of(target: Target) -> set[tuple[str, str]]:
+    """(parameter, slot) of all that a tensor fills: some checkpoints hold several slots in one."""
+    return {(target.parameter.name, name) for name in target.parameter.covered(target.slot)}
 
 
 def _check_ties(weights: WeightMap, source: ModelSource, kept: Mapping[str, Tensor]) -> None:
@@ -212,10 +232,10 @@ def _fill_dummy(weights: WeightMap) -> int:
     targets = _targets(weights)
     with torch.inference_mode():
         for target in targets:
-            if target.parameter.init == "normal":
-                _fill_noise(target)
+            if target.parameter.init in CONSTANTS:
+                target.parameter.view(target.slot).fill_(CONSTANTS[target.parameter.init])
             else:
-                target.parameter.view(target.slot).fill_(1.0 if target.parameter.init == "one" else 0.0)
+                _fill_noise(target)
             _finish_slot(target)
     return len(targets)
 
@@ -230,8 +250,11 @@ def _fill_noise(target: Target) -> None:
     for start in range(first - first % rows_a_run, end, rows_a_run):
         generator.manual_seed(zlib.crc32(f"{parameter.name}:{slot.name}:{start}".encode()))
         shape = (min(rows_a_run, slot.shape[0] - start), *slot.shape[1:])
-        rows = torch.randn(shape, generator=generator, device=parameter.device).mul_(DUMMY_STD)
+        if parameter.init == "bytes":
+            rows = torch.randint(256, shape, generator=generator, device=parameter.device)
+        else:
+            rows = torch.randn(shape, generator=generator, device=parameter.device).mul_(DUMMY_STD)
         if part is not None and part.dim > 0:
-            rows = rows.narrow(part.dim, part.start, part.stop - part.start)
+            rows = columns(rows, part)
         low, high = max(start, first), min(start + rows_a_run, end)
         view[low - first : high - first].copy_(rows[low - start : high - start])

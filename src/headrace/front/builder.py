@@ -6,15 +6,17 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from msgspec import structs
 
 from headrace import wire
 from headrace.front.cache import name_of, retention_of
 from headrace.front.errors import RequestError, context_overflow
+from headrace.front.grammars import Grammars
 from headrace.params import FieldError, KvCacheRetentionConfig, LogprobMode, SamplingParams
 from headrace.seeds import child_seed, random_seed
+from headrace.text.grammars.load import Backend
 from headrace.text.tokenizer import Tokenizer, encode_prompt
 from headrace.types import BeamSearch, Request, Sampling
 
@@ -46,9 +48,17 @@ class RequestOptions:
     retention: KvCacheRetentionConfig | None = None
     pin: str = ""
     """Keep the prompt's blocks under this name."""
+    pooling: Literal["", "last", "mean"] = ""
+    """The prompt's hidden states are wanted and no tokens: `Request.pooling`."""
     timeout_s: float | None = None
+    arrival_s: float = 0.0
+    """time.monotonic() from which the request's time counts; 0.0 is when it is built."""
     label: str = ""
     """The id the user sees."""
+    grammar_param: str = "guided_decoding"
+    """The caller's field that `SamplingParams.guided_decoding` came from, for errors."""
+    grammar_starts_after: tuple[int, ...] = ()
+    """Token ids that end the reasoning; the grammar holds from there on. () is at once."""
     processors: int = 0
     """Key of the caller's logits processors, in the engine's process."""
     unset: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -70,12 +80,14 @@ class RequestBuilder:
         eos_ids: frozenset[int] = frozenset(),
         generation_config: Mapping[str, Any] | None = None,
         max_input_len: int | None = None,
+        grammar_backend: Backend | None = None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._generation_config = generation_config or {}
         self._max_input_len = max_input_len
+        self._grammars = Grammars(tokenizer, grammar_backend)
 
     # ---- prompts -----------------------------------------------------------------------------
 
@@ -114,7 +126,13 @@ class RequestBuilder:
             ids = ids[-params.truncate_prompt_tokens :]
         self._check_prompt(ids, options.param)
         max_tokens = self._max_tokens(len(ids), params, options)
+        grammar = self._grammars.build(
+            params.guided_decoding, param=options.grammar_param, starts_after=options.grammar_starts_after
+        )
         beam = self._beam(params)
+        if beam and grammar:
+            raise RequestError(f"{options.grammar_param} can't be used with beam search: leave one of them out",
+                               param=options.grammar_param)  # fmt: skip
         count = 1 if beam else params.num_sequences
         sampling = self._sampling(params, options)
         seed = random_seed() if params.seed is None else params.seed
@@ -126,13 +144,15 @@ class RequestBuilder:
             min_tokens=params.min_tokens or 0,
             stop_ids=self._stop_ids(params),
             priority=options.priority,
-            arrival_s=time.monotonic(),
+            arrival_s=options.arrival_s or time.monotonic(),
             timeout_s=options.timeout_s,
             cache_salt=options.cache_salt,
             conversation=options.conversation,
             retention=retention_of(options.retention, num_prompt=len(ids)),
             pin=options.pin,
+            pooling=options.pooling,
             beam=beam,
+            grammar=grammar,
             label=options.label,
         )
         requests: list[Request] = []

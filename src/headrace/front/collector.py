@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from msgspec import structs
 
 from headrace.front.outputs import Finish, TokenUsage
 from headrace.front.texts import Text, text_for
@@ -12,7 +15,7 @@ from headrace.text.stream import TextDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.types import Delta, FinishReason, Logprobs, Request, RequestTimes
 
-__all__ = ["BeamReceiver", "Choice", "Collector"]
+__all__ = ["BeamReceiver", "Choice", "Collector", "Observer"]
 
 FINISHES: dict[FinishReason, Finish] = {
     "stop": "stop",
@@ -23,6 +26,31 @@ FINISHES: dict[FinishReason, Finish] = {
 }
 
 
+class Observer(Protocol):
+    """Who counts. Called by the thread that dispatches, or by the one that ends a request."""
+
+    def began(self, choice: Choice) -> None:
+        """Its first token is there."""
+        ...
+
+    def ended(self, choice: Choice) -> None:
+        """Once, whatever the reason."""
+        ...
+
+
+class _Nobody:
+    def began(self, choice: Choice) -> None:
+        pass
+
+    def ended(self, choice: Choice) -> None:
+        pass
+
+
+NewText = Callable[[SamplingParams, frozenset[int]], Text]
+
+NOBODY: Observer = _Nobody()
+
+
 class Choice:
     """One sequence. Its first reason to end wins; whatever comes later is not added."""
 
@@ -30,11 +58,13 @@ class Choice:
         "_text",
         "collector",
         "cumulative_logprob",
+        "events",
         "finish",
         "index",
         "logits",
         "logprobs",
         "num_generated",
+        "num_reasoning",
         "parts",
         "request_id",
         "stop_reason",
@@ -49,14 +79,19 @@ class Choice:
         self.token_ids: list[int] = []
         self.parts: list[str] = []
         """The text in the pieces that it came in."""
+        self.events: list[Any] = []
+        """Reasoning, content and calls (server/parsers) of an output that is told apart; `parts` is the content."""
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob = 0.0
         self.num_generated = 0
         """Tokens computed, those included that are not shown."""
+        self.num_reasoning = 0
+        """How many of them belong to the reasoning, as far as the output is told apart."""
         self.logits: list[Any] = []
         self.finish: Finish | None = None
         self.stop_reason: int | str | None = None
         self.times: RequestTimes | None = None
+        """As far as they are known: from the first token on."""
         self._text = collector.text_for(self.token_ids)
 
     @property
@@ -70,6 +105,8 @@ class Choice:
         text = self._text.push((token,))
         self.token_ids.append(token)
         self.num_generated += 1
+        if text.events or text.num_reasoning:
+            self._take_events(text)
         if text.text:
             self.parts.append(text.text)
         if text.finished:
@@ -86,7 +123,11 @@ class Choice:
             self._close("length", None)
             return
         text = self._text.push(delta.tokens, finish=delta.finish, stop_token=delta.stop_token)
+        was_empty = self.num_generated == 0
         self._take(delta, text)
+        if was_empty and self.num_generated:
+            collector.observer.began(self)
+        self._take_events(text)
         if text.text:
             self.parts.append(text.text)
         if text.finished:
@@ -97,6 +138,7 @@ class Choice:
         """End it from this side, with the text that was still held back."""
         if self.finish is None:
             text = self._text.push((), finish="abort")
+            self._take_events(text)
             if text.text:
                 self.parts.append(text.text)
             self._close("cancelled", None)
@@ -113,9 +155,16 @@ class Choice:
         if delta.logits is not None:
             self.logits.append(delta.logits)
 
+    def _take_events(self, text: TextDelta) -> None:
+        self.events += text.events
+        self.num_reasoning += text.num_reasoning
+
     def _close(self, finish: Finish, stop_reason: int | str | None) -> None:
         self.finish, self.stop_reason = finish, stop_reason
+        if isinstance(stop_reason, str) and self.times is not None:  # of this end the runtime hears from here
+            self.times = structs.replace(self.times, last_token_s=time.monotonic())
         self.collector.num_open -= 1
+        self.collector.observer.ended(self)
 
 
 class BeamReceiver:
@@ -162,23 +211,34 @@ class Collector:
         tokenizer: Tokenizer | None,
         streaming: bool,
         owner: Any = None,
+        new_text: NewText | None = None,
     ) -> None:
-        """`params` as `RequestBuilder.build` resolved them; `owner` is the caller's own, for when something came."""
+        """`params` as `RequestBuilder.build` resolved them; `owner` is the caller's own, for when something came.
+
+        `new_text` makes each choice's text of the parameters and the EOS ids, in place of the usual kinds.
+        """
         first = requests[0]
         self.params = params
         self.owner = owner
-        self._tokenizer = tokenizer
-        self._streaming = streaming
-        self._eos_ids = frozenset(first.stop_ids) - frozenset(params.stop_token_ids or ())
-        self.prompt = first.prompt
+        self.observer = NOBODY
+        self.first = first
+        eos_ids = frozenset(first.stop_ids) - frozenset(params.stop_token_ids or ())
+
+        def text(token_ids: list[int]) -> Text:
+            if new_text is not None:
+                return new_text(params, eos_ids)
+            return text_for(params, tokenizer, eos_ids=eos_ids, streaming=streaming, token_ids=token_ids)
+
+        self.text_for = text
+        """Makes the text of a new choice that fills the token ids it is given."""
         self.receivers: list[Choice | BeamReceiver] = []
-        self.drops_output = params.max_tokens == 0
-        """A request for no tokens computes one, for the prompt's log-probabilities."""
-        self._is_pin = bool(first.pin)
-        """What it is for is the pin: without one it has failed, however many tokens it has."""
         self.cached_tokens = 0
+        self.embedding = b""
+        """float32 [hidden], of a request with `pooling`."""
         self.prompt_logprobs: list[Logprobs | None] | None = None
         self.error = ""
+        self.error_param = ""
+        """The caller's field that the error is about; "" when the caller is not at fault."""
         self.choices: list[Choice] = []
         count = len(requests) if first.beam is None else first.beam.num_return
         for index in range(count):
@@ -186,6 +246,19 @@ class Collector:
             self.choices.append(Choice(self, request_id, index))
         self.receivers = [*self.choices] if first.beam is None else [BeamReceiver(self, first.id)]
         self.num_open = count
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.first.prompt
+
+    @property
+    def arrival_s(self) -> float:
+        return self.first.arrival_s
+
+    @property
+    def drops_output(self) -> bool:
+        """A request for no tokens computes one, for the prompt's log-probabilities."""
+        return self.params.max_tokens == 0
 
     @property
     def is_done(self) -> bool:
@@ -199,10 +272,13 @@ class Collector:
         """Facts of the whole request that any of its deltas may bring."""
         if delta.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = delta.prompt_logprobs
+        self.embedding = delta.embedding or self.embedding
         if choice.index == 0:
             self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        failed = delta.finish == "error" or (self._is_pin and delta.finish is not None and bool(delta.error))
+        # What a pin is for is to be kept: otherwise it has failed, however many tokens it has.
+        failed = delta.finish == "error" or (bool(self.first.pin) and delta.finish is not None and bool(delta.error))
         if failed and choice.finish is None:
+            self.error_param = delta.param
             self.fail(delta.error or "the request failed in the runtime")
 
     def fail(self, message: str) -> None:
@@ -215,12 +291,6 @@ class Collector:
         for choice in self.choices:
             choice.cancel()
 
-    def text_for(self, token_ids: list[int]) -> Text:
-        """The text of a new choice that fills `token_ids`."""
-        return text_for(
-            self.params, self._tokenizer, eos_ids=self._eos_ids, streaming=self._streaming, token_ids=token_ids
-        )
-
     def best(self) -> list[Choice]:
         """The choices to return, of a finished request: all, or the `n` likeliest of `best_of`, renumbered."""
         if len(self.choices) == self.params.n:
@@ -232,4 +302,5 @@ class Collector:
 
     def usage(self) -> TokenUsage:
         completion = sum(choice.num_generated for choice in self.choices)
-        return TokenUsage(len(self.prompt), completion, self.cached_tokens)
+        reasoning = sum(choice.num_reasoning for choice in self.choices)
+        return TokenUsage(len(self.prompt), completion, self.cached_tokens, reasoning_tokens=reasoning)

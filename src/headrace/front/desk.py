@@ -13,8 +13,9 @@ from headrace.front.client import Client
 from headrace.front.errors import RequestError
 from headrace.front.prompts import PreprocessedInputs, split
 from headrace.front.request_output import RequestOutput
-from headrace.front.text_side import TextSide, as_tokenizer
+from headrace.front.text_side import TextSide
 from headrace.params import ConversationParams, KvCacheRetentionConfig, SamplingParams
+from headrace.text.load import as_tokenizer
 from headrace.types import Request
 
 __all__ = ["Asked", "Desk", "Processors", "options_of"]
@@ -61,6 +62,11 @@ class Desk:
         self._processors = processors
         self._timeout_s = timeout_s
         self._builder: RequestBuilder = text.builder(info)
+
+    @property
+    def hidden_size(self) -> int:
+        """Of embeddings; 0: the engine gives none."""
+        return self._info.hidden_size
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         self.text = dataclasses.replace(self.text, tokenizer=as_tokenizer(tokenizer))

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from headrace import wire
 from headrace.types import Beam, Delta, FinishReason, Logprobs, PinInfo, Request, RequestTimes
 
-__all__ = ["FakeLoop", "FakeRuntime", "FakeRuntimeProcess", "Script", "echo", "fake_info", "says"]
+__all__ = ["FakeLoop", "FakeRuntime", "FakeRuntimeProcess", "Script", "echo", "fake_embedding", "fake_info", "says"]
 
 Script = Callable[[Request], Iterator[int]]
 """The tokens that a request will get; it ends in stop (id 256 is the byte tokenizer's EOS) or at max_tokens."""
@@ -42,6 +43,12 @@ def says(tokens: Sequence[int], *, then: int | None = None) -> Script:
     return script
 
 
+def fake_embedding(request: Request) -> NDArray[np.float32]:
+    """[4]: the length of the prompt, its first and last ids, and how it is pooled."""
+    prompt = request.prompt
+    return np.asarray([len(prompt), prompt[0], prompt[-1], 1 + (request.pooling == "mean")], np.float32)
+
+
 def fake_info(
     *,
     model: str = "fake",
@@ -58,6 +65,7 @@ def fake_info(
         model_type="fake",
         vocab_size=vocab_size,
         num_valid_ids=vocab_size,
+        hidden_size=4,
         max_seq_len=max_seq_len,
         max_num_tokens=max_seq_len,
         max_batch_size=max_batch_size,
@@ -111,6 +119,13 @@ class FakeLoop:
             return wire.Ready(self.info)
         elif isinstance(message, wire.GetStats):
             return wire.Stats([{"iter": self.num_steps, "numActiveRequests": len(self.running)}])
+        elif isinstance(message, wire.Profile):
+            return wire.Profiled("tracing") if message.start else wire.Profiled("written", ["trace-0.json"])
+        elif isinstance(message, wire.GetMetrics):
+            gauges = [wire.Sample("num_requests_running", len(self.running))]
+            gauges.append(wire.Sample("num_requests_waiting", len(self.waiting)))
+            sizes = wire.Distribution("prefill_batch_tokens", [64.0, 128.0], [1, 2, 3], 1000.0)
+            return wire.Metrics(gauges, [wire.Sample("steps", self.num_steps)], [sizes])
         elif isinstance(message, wire.GetKvEvents):
             events, self.kv_events = self.kv_events, []
             return wire.KvEvents(events)
@@ -159,6 +174,9 @@ class FakeLoop:
         if request.pin and (problem := self._pin(request)):
             self._end(entry, Delta(id=request.id, finish="error", error=problem))
             return
+        if request.pooling:
+            self._end(entry, Delta(id=request.id, finish="stop", embedding=fake_embedding(request).tobytes()))
+            return
         if request.beam is not None:
             self._end(entry, Delta(id=request.id, finish="length", beams=self._beams(entry), times=RequestTimes()))
             return
@@ -182,7 +200,7 @@ class FakeLoop:
             prompt_logprobs=self._prompt_logprobs(request) if first else None,
             finish=finish,
             stop_token=token if finish == "stop" else None,
-            times=RequestTimes(request.arrival_s, entry.first_s, entry.first_s, now_s) if finish else None,
+            times=RequestTimes(request.arrival_s, entry.first_s, entry.first_s, now_s) if finish or first else None,
         )
         if finish is None:
             self._out.append(delta)

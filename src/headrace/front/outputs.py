@@ -24,6 +24,23 @@ LogprobList = list[dict[int, Logprob]] | list[float]
 """One entry a token: the chosen token first, then the likeliest; or only the chosen token's value."""
 
 
+class Timing(NamedTuple):
+    """Milliseconds, without gaps: from arrival to the first step, to the first token, to the last one."""
+
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+
+    @property
+    def header(self) -> str:
+        """As `Server-Timing` has it."""
+        return ", ".join(f"{name.removesuffix('_ms')};dur={value:g}" for name, value in self._asdict().items())
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return self._asdict()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
     """Tokens of one user request; the prompt counts once whatever the number of choices."""
@@ -31,12 +48,17 @@ class TokenUsage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    timing: Timing | None = None
+    """Of the whole request, where it is known; sums have none."""
+    reasoning_tokens: int = 0
+    """Of the completion tokens."""
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
+            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
         )
 
 

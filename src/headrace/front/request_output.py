@@ -72,6 +72,11 @@ class RequestOutput:
             return self._collector.usage()
 
     @property
+    def embedding(self) -> bytes:
+        """float32 [hidden] as the engine pooled it, of a finished request for one."""
+        return self._collector.embedding
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV came from the prefix cache."""
         return self._collector.cached_tokens

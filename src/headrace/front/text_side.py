@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal
 
 from headrace import wire
 from headrace.config.llm_args import LlmArgs
 from headrace.front.builder import RequestBuilder
 from headrace.hub.config import eos_token_ids, read_generation_config
+from headrace.hub.pooling import stated_pooling
 from headrace.hub.source import ModelSource
-from headrace.text.load import load_tokenizer
-from headrace.text.slow_tokenizer import SlowTokenizer
+from headrace.log import get
+from headrace.text.grammars.load import Backend
+from headrace.text.load import chosen_tokenizer
 from headrace.text.template import ChatTemplate, load_chat_template
 from headrace.text.tokenizer import Tokenizer
 
-__all__ = ["TextSide", "as_tokenizer", "load_text_side"]
+__all__ = ["TextSide", "load_text_side"]
+
+log = get("front")
+
+MAX_SHOWN_TOKENS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,9 @@ class TextSide:
     """None without a tokenizer; a model that has no template has an object that says so."""
     generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     max_input_len: int | None = None
+    pooling: Literal["last", "mean"] = "last"
+    """Of embeddings, as the model's files state it."""
+    grammar_backend: Backend | None = None
 
     def builder(self, info: wire.ModelInfo) -> RequestBuilder:
         """Raises ModelError when the model's files name an EOS token that it hasn't."""
@@ -38,6 +47,7 @@ class TextSide:
             eos_ids=eos_token_ids(self.source, self.tokenizer, vocab_size=info.vocab_size),
             generation_config=self.generation_config,
             max_input_len=self.max_input_len,
+            grammar_backend=self.grammar_backend,
         )
 
 
@@ -49,27 +59,19 @@ def load_text_side(args: LlmArgs, source: ModelSource, *, chat_template: str | N
     """
     defaults = read_generation_config(source) if args.generation_config == "auto" else {}
     limit = args.max_input_len
-    tokenizer = _load_tokenizer(args, source)
+    tokenizer = chosen_tokenizer(args, source)
     template = None
     if tokenizer is not None:
         template = load_chat_template(source, special_tokens=tokenizer.special_tokens, override=chat_template)
+        if unknown := template.unknown_tokens(tokenizer):
+            shown = ", ".join(unknown[:MAX_SHOWN_TOKENS])
+            log.warning("the chat template writes what is no token of this tokenizer: %s", shown)
     return TextSide(
         source=source,
         tokenizer=tokenizer,
         template=template,
         generation_config=defaults,
         max_input_len=limit if isinstance(limit, int) else None,
+        pooling=stated_pooling(source) or "last",
+        grammar_backend=args.guided_decoding_backend,
     )
-
-
-def as_tokenizer(given: Any) -> Tokenizer:
-    """A caller's tokenizer object: one of ours as it is, one of transformers behind an adapter."""
-    return cast("Tokenizer", given) if hasattr(given, "decode_rule") else SlowTokenizer(given)
-
-
-def _load_tokenizer(args: LlmArgs, source: ModelSource) -> Tokenizer | None:
-    if args.skip_tokenizer_init:
-        return None
-    if args.tokenizer is not None and not isinstance(args.tokenizer, str):
-        return as_tokenizer(args.tokenizer)
-    return load_tokenizer(source if args.tokenizer is None else args.tokenizer, mode=args.tokenizer_mode)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.hub.errors import ModelError
 
-__all__ = ["ARCHITECTURES", "hugging_face_config"]
+__all__ = ["ARCHITECTURES", "MODEL_TYPES", "hugging_face_config"]
 
 ReadVector = Callable[[str], NDArray[np.float32]]
 """Reads a small float tensor of the file by its GGUF name."""
@@ -28,6 +28,7 @@ _MODEL_TYPES = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 ARCHITECTURES = tuple(_MODEL_TYPES)
+MODEL_TYPES = frozenset(model_type for model_type, _ in _MODEL_TYPES.values())
 
 _GEMMA3_PATTERN = 6
 """Every sixth layer attends to everything, the five before it to a window."""

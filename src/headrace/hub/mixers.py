@@ -13,8 +13,8 @@ from headrace.hub.errors import ModelError
 from headrace.hub.keys import Keys
 from headrace.hub.shape import AttentionShape, LatentShape, LayerShape, RecurrentShape, Weight
 
-INDEX_SCALE_BYTES = 4
-"""An indexer keeps its key in 8 bits a feature, and a scale."""
+WIDE_PARTS = 5
+"""float32 values that a recurrent layer holds of each feature: query, key, value, gate, result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,18 @@ class Traits:
     head_logits: bool = False
     """A learned logit per head takes part in the softmax."""
     num_norms: int = 2
+    norm_bias: bool = False
+    """Norms have one, the last too."""
+    is_recurrent: bool = False
+    """Every layer keeps a state, though the config lists no kinds."""
+    one_part: bool = False
+    """A layer is attention, a state or an MLP, not a mixer and an MLP."""
+    gated_mlp: bool = True
+    layer_factor: bool = False
+    """A number that the layer's result is multiplied with."""
+    router: Literal["", "corrected", "wide", "float32"] = ""
+    """With a correction of each expert's score (as those with groups have anyway); `wide` ones are in float32 as well,
+    whatever the model is in, as are those beside latent attention. `float32` is that without a correction."""
     is_tied: bool = False
     full_every: int = 0
     """Every so many layers one attends to everything, where the config lists no kinds."""
@@ -43,15 +55,19 @@ def whole(count: int) -> Weight:
     return Weight(count, form="plain")
 
 
-def attention_layer(keys: Keys, traits: Traits, *, window: int | None, is_indexed: bool) -> LayerShape:
+def attention_layer(
+    keys: Keys, traits: Traits, *, window: int | None, is_indexed: bool, has_values: bool = True
+) -> LayerShape:
+    """has_values: else the projection of keys makes the values too."""
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", default=heads)
     dim = keys.size("head_dim", default=hidden // heads)
     if heads % kv_heads:
         raise ModelError(f"{keys.place}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    kv_parts = 2 if has_values else 1
     said = keys.flag("attention_bias")
     qkv_bias = said if traits.qkv_bias is None else traits.qkv_bias
-    out_bias = said if traits.out_bias is None else traits.out_bias
+    out_bias = keys.flag("attention_out_bias", said) if traits.out_bias is None else traits.out_bias
     q_width = heads * dim * (2 if traits.gated_query else 1)
 
     def of_heads(count: int, *, plain: bool = False) -> Weight:
@@ -60,23 +76,23 @@ def attention_layer(keys: Keys, traits: Traits, *, window: int | None, is_indexe
     def of_kv_heads(count: int, *, plain: bool = False) -> Weight:
         return Weight(count, "kv_heads", kv_heads, "plain" if plain else "linear")
 
-    weights = [of_heads(hidden * (q_width + heads * dim)), of_kv_heads(2 * hidden * kv_heads * dim)]
+    weights = [of_heads(hidden * (q_width + heads * dim)), of_kv_heads(kv_parts * hidden * kv_heads * dim)]
     if qkv_bias:
-        weights += [of_heads(q_width, plain=True), of_kv_heads(2 * kv_heads * dim, plain=True)]
+        weights += [of_heads(q_width, plain=True), of_kv_heads(kv_parts * kv_heads * dim, plain=True)]
     if out_bias:
         weights.append(whole(hidden))
-    if traits.qk_norm == "head":
+    qk_norm = traits.qk_norm if keys.flag("use_qk_norm", True) else ""
+    if qk_norm == "head":
         weights.append(whole(2 * dim))
-    elif traits.qk_norm == "all":
+    elif qk_norm == "all":
         weights += [of_heads(heads * dim, plain=True), of_kv_heads(kv_heads * dim, plain=True)]
     if traits.head_logits:
         weights.append(of_heads(heads, plain=True))
-    index_bytes = 0
+    index_dim = 0
     if is_indexed:
         index_heads, index_dim = keys.size("index_n_heads", default=4), keys.size("index_head_dim", default=128)
-        weights += [Weight(hidden * (index_heads + 1) * index_dim), whole(2 * index_dim)]
-        index_bytes = index_dim + INDEX_SCALE_BYTES
-    return LayerShape(AttentionShape(heads, kv_heads, dim, window, index_bytes), tuple(weights))
+        weights += [of_kv_heads(hidden * index_heads * index_dim), Weight(hidden * index_dim), whole(2 * index_dim)]
+    return LayerShape(AttentionShape(heads, kv_heads, dim, window, index_dim), tuple(weights))
 
 
 def latent_layer(keys: Keys, *, is_indexed: bool) -> LayerShape:
@@ -97,15 +113,14 @@ def latent_layer(keys: Keys, *, is_indexed: bool) -> LayerShape:
         weights += [Weight(hidden * query), whole(query), of_heads(query * heads * (nope + rope))]
     if keys.flag("attention_bias"):
         weights.append(whole(latent + rope + hidden + (query or 0)))
-    index_bytes = 0
+    index_dim = 0
     if is_indexed:
         index_heads, index_dim = keys.size("index_n_heads"), keys.size("index_head_dim")
         weights += [
             Weight((query or hidden) * index_heads * index_dim + hidden * index_dim),
             whole(2 * index_dim + hidden * index_heads),
         ]
-        index_bytes = index_dim + INDEX_SCALE_BYTES
-    return LayerShape(LatentShape(heads, latent, rope, index_bytes), tuple(weights))
+    return LayerShape(LatentShape(heads, latent, rope, index_dim), tuple(weights))
 
 
 def delta_layer(keys: Keys) -> LayerShape:
@@ -124,10 +139,14 @@ def delta_layer(keys: Keys) -> LayerShape:
         of_heads(hidden * 2 * v_heads, plain=True),
         of_heads(hidden * v_heads * v_dim),
         of_heads(conv_width * kernel, plain=True),
-        of_heads(2 * v_heads, plain=True),
+        Weight(2 * v_heads, "heads", v_heads, "float32", kv_heads=k_heads),
         whole(v_dim),
     )
-    return LayerShape(RecurrentShape(v_heads, v_heads * k_dim * v_dim, conv_width * (kernel - 1), "GDN"), weights)
+    mixer = RecurrentShape(
+        v_heads, v_heads * k_dim * v_dim, v_heads * v_dim * (kernel - 1), "GDN", num_groups=k_heads,
+        group_conv_count=2 * k_heads * k_dim * (kernel - 1),
+    )  # fmt: skip
+    return LayerShape(mixer, weights)
 
 
 def kimi_delta_layer(keys: Keys) -> LayerShape:
@@ -148,30 +167,67 @@ def kimi_delta_layer(keys: Keys) -> LayerShape:
         Weight(2 * hidden * dim),
         of_heads(2 * dim * width),
         of_heads(hidden * heads, plain=True),
-        of_heads(width + heads, plain=True),
+        Weight(width + heads, "heads", heads, "float32", kv_heads=heads),
         whole(dim),
     )
-    return LayerShape(RecurrentShape(heads, heads * dim * dim, 3 * width * (kernel - 1), "KDA"), weights)
+    mixer = RecurrentShape(heads, heads * dim * dim, 3 * width * (kernel - 1), "KDA", num_groups=heads)
+    return LayerShape(mixer, weights)
+
+
+def is_mamba(keys: Keys) -> bool:
+    return any(name in keys for name in ("ssm_state_size", "mamba_d_state", "state_size"))
+
+
+def recurrent_width(keys: Keys) -> int:
+    """A recurrent layer takes several float32 values for each of these features; 0 without such layers."""
+    if is_mamba(keys):
+        heads, dim = _mamba_heads(keys)
+        return WIDE_PARTS * heads * dim
+    if "linear_num_value_heads" in keys:
+        return WIDE_PARTS * keys.size("linear_num_value_heads") * keys.size("linear_value_head_dim", default=128)
+    stated = keys.section("linear_attn_config")
+    heads = stated.number("num_heads", default=keys.number("linear_num_heads", default=0))
+    return WIDE_PARTS * heads * stated.size("head_dim", default=keys.size("linear_head_dim", default=128))
+
+
+def _mamba_heads(keys: Keys) -> tuple[int, int]:
+    """(heads, features a head)"""
+    heads = keys.size("mamba_num_heads", "mamba_n_heads", "num_heads")
+    if keys.find("mamba_d_head") == "auto":
+        return heads, keys.size("mamba_expand", default=2) * keys.size("hidden_size") // heads
+    return heads, keys.size("mamba_head_dim", "mamba_d_head", "head_dim")
 
 
 def mamba_layer(keys: Keys) -> LayerShape:
-    """Mamba 2, as Nemotron-H has it."""
-    hidden, heads = keys.size("hidden_size"), keys.size("mamba_num_heads")
-    dim, state = keys.size("mamba_head_dim"), keys.size("ssm_state_size")
-    groups, kernel = keys.size("n_groups", default=8), keys.size("conv_kernel", default=4)
-    width = heads * dim
-    conv_width = width + 2 * groups * state
+    """Mamba 2, under the keys of Nemotron-H, of Granite 4 or of Mamba 2 itself."""
+    hidden = keys.size("hidden_size")
+    heads, dim = _mamba_heads(keys)
+    state = keys.size("ssm_state_size", "mamba_d_state", "state_size")
+    groups = keys.size("n_groups", "mamba_n_groups", default=8)
+    kernel = keys.size("conv_kernel", "mamba_d_conv", default=4)
+    width, shared = heads * dim, 2 * groups * state
+    has_conv_bias = keys.flag("use_conv_bias", keys.flag("mamba_conv_bias", True))
+    conv = kernel + (1 if has_conv_bias else 0)
 
     def of_heads(count: int, *, plain: bool = False) -> Weight:
         return Weight(count, "heads", heads, "plain" if plain else "linear", kv_heads=groups)
 
+    def of_groups(count: int, *, plain: bool = False) -> Weight:
+        return Weight(count, "kv_heads", groups, "plain" if plain else "linear")
+
     weights = [
-        of_heads(hidden * (width + conv_width + heads)),
+        of_heads(hidden * (2 * width + heads)),
+        of_groups(hidden * shared),
         of_heads(hidden * width),
-        of_heads(conv_width * (kernel + (1 if keys.flag("use_conv_bias", True) else 0)), plain=True),
-        of_heads(3 * heads, plain=True),
+        of_heads(width * conv, plain=True),
+        of_groups(shared * conv, plain=True),
+        Weight(3 * heads, "heads", heads, "float32", kv_heads=groups),
         of_heads(width, plain=True),
     ]
     if keys.flag("mamba_proj_bias") or keys.flag("use_bias"):
-        weights += [of_heads(width + conv_width + heads, plain=True), whole(hidden)]
-    return LayerShape(RecurrentShape(heads, heads * dim * state, conv_width * (kernel - 1), "Mamba 2"), tuple(weights))
+        weights += [of_heads(2 * width + heads, plain=True), of_groups(shared, plain=True), whole(hidden)]
+    mixer = RecurrentShape(
+        heads, heads * dim * state, width * (kernel - 1), "Mamba 2", num_groups=groups,
+        group_conv_count=shared * (kernel - 1),
+    )  # fmt: skip
+    return LayerShape(mixer, tuple(weights))

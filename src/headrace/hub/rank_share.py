@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.hub.errors import ModelError
 from headrace.hub.shape import (
@@ -16,7 +16,7 @@ from headrace.hub.shape import (
     Storage,
     Weight,
 )
-from headrace.seam import GroupSpec
+from headrace.seam import GroupSpec, Region
 
 DTYPE_BITS: Mapping[str, float] = {
     "float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "float8_e4m3fn": 8, "nvfp4": 4 + 8 / 16,
@@ -148,7 +148,7 @@ def weight_bytes(
             totals[weight.form] += local_count(weight, ranks) * storage.bits_of(weight.form, bits)
     table = ceil_share(shape.vocab_size, ranks.attention) * shape.hidden_size
     holds_head = last and not (shape.is_tied and first)
-    totals["plain"] += bits * (table * first + (table if holds_head else 0) + shape.hidden_size * last)
+    totals["plain"] += bits * (table * first + (table if holds_head else 0) + shape.norm_size * last)
     return {form: round(total) // 8 for form, total in totals.items()}
 
 
@@ -168,7 +168,7 @@ def rank_groups(layers: Sequence[LayerShape], at: Sequence[int], ranks: Ranks, t
         elif isinstance(mixer, LatentShape):
             found.setdefault(("latent", mixer), []).append(place)
         else:
-            found.setdefault(("heads", mixer, _window(mixer, place, types)), []).append(place)
+            found.setdefault(("heads", replace(mixer, window=None), _window(mixer, place, types)), []).append(place)
     by_place = dict(zip(at, layers, strict=True))
     groups: list[PlannedGroup] = []
     for members in found.values():
@@ -192,10 +192,13 @@ def _heads_group(mixer: AttentionShape, members: Sequence[int], ranks: Ranks, ty
     _, kv_heads = heads_of_rank(mixer.num_heads, mixer.num_kv_heads, ranks.attention)
     bits, count = DTYPE_BITS[types.kv], len(members)
     window = _window(mixer, members[0], types)
-    size = int(2 * count * kv_heads * mixer.head_dim * bits) // 8 + count * mixer.index_bytes
+    size = int(count * (2 * kv_heads * mixer.head_dim + mixer.index_dim) * bits) // 8
     formula = f"2 x {_many(count, 'layer')} x {_many(kv_heads, 'KV head')} x {mixer.head_dim} x {_bytes(bits)}"
-    if mixer.index_bytes:
-        formula += f" + {count} x {mixer.index_bytes} (indexer)"
+    regions: list[Region] = []
+    if mixer.index_dim:
+        formula += f" + {count} x {mixer.index_dim} index key x {_bytes(bits)}"
+        regions = [Region(name, (kv_heads, mixer.head_dim), types.kv) for name in "kv"]
+        regions.append(Region("index_keys", (mixer.index_dim,), types.kv))
     spec = GroupSpec(
         layers=tuple(members),
         num_kv_heads=kv_heads,
@@ -204,6 +207,8 @@ def _heads_group(mixer: AttentionShape, members: Sequence[int], ranks: Ranks, ty
         window=window,
         bytes_per_token=size,
         sink_tokens=types.sink_tokens if window is not None else 0,
+        attention="sparse" if regions else "heads",
+        regions=tuple(regions),
     )
     return PlannedGroup(spec, mixer.kind, formula, max(ranks.attention // mixer.num_kv_heads, 1))
 
@@ -211,11 +216,22 @@ def _heads_group(mixer: AttentionShape, members: Sequence[int], ranks: Ranks, ty
 def _latent_group(mixer: LatentShape, members: Sequence[int], ranks: Ranks, types: CacheTypes) -> PlannedGroup:
     heads_of_rank(mixer.num_heads, mixer.num_heads, ranks.attention)
     bits, count, width = DTYPE_BITS[types.kv], len(members), mixer.latent_dim + mixer.rope_dim
-    size = int(count * width * bits) // 8 + count * mixer.index_bytes
-    formula = f"{_many(count, 'layer')} x ({mixer.latent_dim} latent + {mixer.rope_dim} rope) x {_bytes(bits)}"
-    if mixer.index_bytes:
-        formula += f" + {count} x {mixer.index_bytes} (indexer)"
-    spec = GroupSpec(layers=tuple(members), num_kv_heads=1, head_dim=width, dtype=types.kv, bytes_per_token=size)
+    size = int(count * (width + mixer.index_dim) * bits) // 8
+    regions = [Region("latent", (width,), types.kv)]
+    parts = f"{mixer.latent_dim} latent + {mixer.rope_dim} rope"
+    if mixer.index_dim:
+        regions.append(Region("index_keys", (mixer.index_dim,), types.kv))
+        parts += f" + {mixer.index_dim} index key"
+    formula = f"{_many(count, 'layer')} x ({parts}) x {_bytes(bits)}"
+    spec = GroupSpec(
+        layers=tuple(members),
+        num_kv_heads=1,
+        head_dim=width,
+        dtype=types.kv,
+        bytes_per_token=size,
+        attention="latent",
+        regions=tuple(regions),
+    )
     return PlannedGroup(spec, mixer.kind, formula, ranks.attention)
 
 
@@ -225,13 +241,14 @@ def _recurrent_group(
     state, conv = DTYPE_BITS[types.state], DTYPE_BITS[types.activations]
     size = 0
     for mixer in mixers:
-        heads = ceil_share(mixer.num_heads, ranks.attention)
-        for count, bits in ((mixer.conv_count, conv), (mixer.state_count, state)):
-            size += _aligned(int(count * heads // mixer.num_heads * bits) // 8)
+        heads, groups = heads_of_rank(mixer.num_heads, mixer.num_groups, ranks.attention)
+        conv_count = mixer.conv_count * heads // mixer.num_heads + mixer.group_conv_count * groups // mixer.num_groups
+        size += _aligned(int(conv_count * conv) // 8)
+        size += _aligned(int(mixer.state_count * heads // mixer.num_heads * state) // 8)
     first = mixers[0]
     formula = (
         f"{_many(len(mixers), 'layer')} x ({first.state_count:,} state x {_bytes(state)}"
-        f" + {first.conv_count:,} convolution x {_bytes(conv)})"
+        f" + {first.conv_count + first.group_conv_count:,} convolution x {_bytes(conv)})"
     )
     if ranks.attention > 1:
         formula += f" / {ranks.attention} ranks"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.hub.architectures import DEFAULTS, TRAITS
 from headrace.hub.config import stated_quantisation, text_config
 from headrace.hub.errors import ModelError
 from headrace.hub.keys import Keys
@@ -16,59 +17,17 @@ from headrace.hub.mixers import (
     Traits,
     attention_layer,
     delta_layer,
+    is_mamba,
     kimi_delta_layer,
     latent_layer,
     mamba_layer,
+    recurrent_width,
     whole,
 )
 from headrace.hub.shape import LayerShape, ModelShape, Weight
 from headrace.hub.storage import stored_as
 
 MAX_LAYERS = 10_000
-
-_QWEN_HYBRID = Traits(qk_norm="head", gated_query=True)
-_GEMMA3 = Traits(qk_norm="head", num_norms=4, is_tied=True, full_every=6)
-TRAITS: Mapping[str, Traits] = {
-    "llama": Traits(),
-    "mistral": Traits(slides=True),
-    "mixtral": Traits(slides=True),
-    "phi3": Traits(slides=True),
-    "qwen2": Traits(qkv_bias=True, out_bias=False),
-    "qwen3": Traits(qk_norm="head"),
-    "qwen3_moe": Traits(qk_norm="head"),
-    "gemma2": Traits(num_norms=4, is_tied=True, full_every=2),
-    "gemma3": _GEMMA3,
-    "gemma3_text": _GEMMA3,
-    "deepseek_v3": Traits(),
-    "deepseek_v32": Traits(),
-    "kimi_k2": Traits(),
-    "kimi_linear": Traits(),
-    "glm_moe_dsa": Traits(),
-    "qwen3_next": _QWEN_HYBRID,
-    "qwen3_5_text": _QWEN_HYBRID,
-    "qwen3_5_moe_text": _QWEN_HYBRID,
-    "minimax_m2": Traits(qk_norm="all"),
-    "minimax_m3_vl_text": Traits(qk_norm="head"),
-    "gpt_oss": Traits(head_logits=True, full_every=2, qkv_bias=True, out_bias=True),
-    "nemotron_h": Traits(num_norms=1),
-}
-
-_GEMMA3_DEFAULTS = {
-    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
-    "sliding_window": 4096,
-}  # fmt: skip
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
-    "gemma3": _GEMMA3_DEFAULTS,
-    "gemma3_text": _GEMMA3_DEFAULTS,
-    "kimi_linear": {"model_max_length": 1_048_576},
-    "nemotron_h": {"mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 4096},
-}
-"""What transformers takes for keys that a config leaves out."""
 
 FULL, SLIDING, INDEXED, LINEAR, EXPERTS, DENSE = "full", "sliding", "indexed", "linear", "experts", "dense"
 KINDS = {
@@ -102,9 +61,16 @@ def read_shape(config: Mapping[str, Any], *, place: str = "config.json") -> Mode
         state_dtype=str(keys.find("mamba_ssm_cache_dtype", "mamba_ssm_dtype") or ""),
         is_tied=traits.is_tied if is_tied is None else bool(is_tied),
         intermediate_size=_widest(keys),
+        norm_size=keys.size("hidden_size") * (2 if traits.norm_bias else 1),
         storage=stored_as(stated_quantisation(config), place),
         is_known=known is not None,
     )
+
+
+def mlp_width(config: Mapping[str, Any], *, place: str = "config.json") -> int:
+    """`ModelShape.intermediate_size` alone, also of a config whose structure is not known; 0 where it states none."""
+    text = dict(text_config(config))
+    return _widest(Keys({**DEFAULTS.get(str(text.get("model_type")), {}), **text}, place))
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -124,6 +90,8 @@ def layer_kinds(keys: Keys, traits: Traits) -> list[str]:
     count = keys.size("num_hidden_layers")
     if count > MAX_LAYERS:
         raise ModelError(f"{keys.place}: num_hidden_layers must be at most {MAX_LAYERS}, not {count}")
+    if traits.is_recurrent:
+        return [LINEAR] * count
     if "linear_attn_config" in keys:
         full: list[int] = keys.section("linear_attn_config").find("full_attn_layers") or []
         return [FULL if layer + 1 in full else LINEAR for layer in range(count)]
@@ -135,6 +103,14 @@ def layer_kinds(keys: Keys, traits: Traits) -> list[str]:
         return [INDEXED if flag else FULL for flag in sparse]  # pyright: ignore[reportUnknownVariableType]
     if _is_indexed_everywhere(keys):
         return [INDEXED] * count
+    pattern = keys.find("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern and "sliding_window" in keys:  # EXAONE 4: LLLG, local and global
+        return [SLIDING if pattern[layer % len(pattern)] == "L" else FULL for layer in range(count)]
+    if "no_rope_layer_interval" in keys and "intermediate_size_mlp" in keys:
+        turned = _turned_layers(keys, count)
+        return [SLIDING if turns and "attention_chunk_size" in keys else FULL for turns in turned]
+    if "no_rope_layer_interval" in keys:
+        return _without_rope(keys, count)
     every = keys.number("sliding_window_pattern", default=traits.full_every)
     if every and "sliding_window" in keys:
         return [SLIDING if (layer + 1) % every else FULL for layer in range(count)]
@@ -144,6 +120,20 @@ def layer_kinds(keys: Keys, traits: Traits) -> list[str]:
     return [FULL] * count
 
 
+def _without_rope(keys: Keys, count: int) -> list[str]:
+    """SmolLM3: where layers slide at all, those without rope do. `no_rope_layers` lists 1 for a layer with rope."""
+    slides = keys.flag("use_sliding_window") and "sliding_window" in keys
+    return [SLIDING if slides and not turned else FULL for turned in _turned_layers(keys, count)]
+
+
+def _turned_layers(keys: Keys, count: int) -> list[bool]:
+    """Whether rope turns the heads of each layer."""
+    stated, every = keys.find("no_rope_layers"), keys.size("no_rope_layer_interval")
+    if isinstance(stated, list) and stated:
+        return [bool(turned) for turned in stated[:count]]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return [(layer + 1) % every != 0 for layer in range(count)]
+
+
 def _is_indexed_everywhere(keys: Keys) -> bool:
     """DeepSeek Sparse Attention."""
     return "kv_lora_rank" in keys and "index_topk" in keys
@@ -151,7 +141,7 @@ def _is_indexed_everywhere(keys: Keys) -> bool:
 
 def _layer(keys: Keys, traits: Traits, index: int, kind: str) -> LayerShape:
     hidden = keys.size("hidden_size")
-    norms = whole(traits.num_norms * hidden)
+    norms = whole(traits.num_norms * hidden * (2 if traits.norm_bias else 1) + traits.layer_factor)
     if kind == LINEAR:
         mixed = _recurrent(keys)
     elif kind in (EXPERTS, DENSE):
@@ -160,11 +150,26 @@ def _layer(keys: Keys, traits: Traits, index: int, kind: str) -> LayerShape:
         mixed = latent_layer(keys, is_indexed=kind == INDEXED and _runs_indexer(keys, index))
     else:
         window = keys.size("sliding_window", "attention_chunk_size") if kind == SLIDING else None
-        mixed = attention_layer(keys, traits, window=window, is_indexed=kind == INDEXED)
-    if traits.num_norms == 1 and mixed.mixer is not None:  # layers of one part each
+        own = _layer_keys(keys, index, kind)
+        has_values = not (kind == FULL and keys.flag("attention_k_eq_v"))
+        mixed = attention_layer(own, traits, window=window, is_indexed=kind == INDEXED, has_values=has_values)
+    if traits.one_part and mixed.mixer is not None:
         return LayerShape(mixed.mixer, (norms, *mixed.weights))
-    mlp = _experts(keys, traits) if _has_experts(keys, index, kind) else _dense(keys)
+    mlp = _experts(keys, traits) if _has_experts(keys, index, kind) else _dense(keys, traits)
     return LayerShape(mixed.mixer, (norms, *mixed.weights, *mlp))
+
+
+def _layer_keys(keys: Keys, index: int, kind: str) -> Keys:
+    """Gemma 4: full layers have heads of sizes of their own."""
+    if "per_layer_config" in keys:
+        own = keys.section("per_layer_config").section(str(index)).values
+    elif kind == FULL and "global_head_dim" in keys:
+        own = {"head_dim": keys.size("global_head_dim")}
+        if keys.flag("attention_k_eq_v") and "num_global_key_value_heads" in keys:
+            own["num_key_value_heads"] = keys.size("num_global_key_value_heads")
+    else:
+        return keys
+    return Keys({**keys.values, **own}, keys.place)
 
 
 def _runs_indexer(keys: Keys, index: int) -> bool:
@@ -181,7 +186,7 @@ def _runs_indexer(keys: Keys, index: int) -> bool:
 
 
 def _recurrent(keys: Keys) -> LayerShape:
-    if "mamba_num_heads" in keys:
+    if is_mamba(keys):
         return mamba_layer(keys)
     return delta_layer(keys) if "linear_num_value_heads" in keys else kimi_delta_layer(keys)
 
@@ -202,15 +207,24 @@ def _has_experts(keys: Keys, index: int, kind: str) -> bool:
     flags = keys.find("moe_layer_freq")
     if isinstance(flags, list):
         return index < len(flags) and bool(flags[index])  # pyright: ignore[reportUnknownArgumentType]
+    listed = keys.find("moe_layers")
+    if isinstance(listed, list):
+        return index in listed
     listed = keys.find("mlp_only_layers")
     if isinstance(listed, list) and index in listed:
         return False
     dense = keys.number("first_k_dense_replace", default=0)
-    return index >= dense and (index + 1) % keys.size("decoder_sparse_step", "moe_layer_freq", default=1) == 0
+    return index >= dense and (index + 1) % _sparse_step(keys) == 0
+
+
+def _sparse_step(keys: Keys) -> int:
+    return keys.size("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1)
 
 
 def _dense_width(keys: Keys) -> int:
-    return keys.size("dense_intermediate_size", "intermediate_size")
+    return keys.size(
+        "dense_intermediate_size", "intermediate_size_mlp", "shared_intermediate_size", "intermediate_size"
+    )
 
 
 def _expert_width(keys: Keys) -> int:
@@ -221,27 +235,29 @@ def _shared_width(keys: Keys) -> int:
     stated = ("shared_expert_intermediate_size", "shared_intermediate_size")
     if any(name in keys for name in stated):
         return keys.number(*stated)
-    count = keys.number("n_shared_experts", "num_shared_experts", default=0)
+    count = keys.number("n_shared_experts", "num_shared_experts", default=int("intermediate_size_mlp" in keys))
     each = keys.size("moe_shared_expert_intermediate_size", default=_expert_width(keys)) if count else 0
     return count * each
 
 
 def _widest(keys: Keys) -> int:
-    """Features of the MLP that a token runs through: of experts, all that it is sent to."""
-    widths = [keys.number("dense_intermediate_size", "intermediate_size", default=0)]
+    """Features of the MLP that a token runs through: of experts, all that it is sent to, and half of their results.
+    A recurrent layer counts as the MLP that takes as much."""
+    widths = [keys.number("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", default=0)]
     if _num_experts(keys):
         chosen = keys.size("num_experts_per_tok", "num_experts_per_token", default=1)
-        widths.append(chosen * _expert_width(keys) + _shared_width(keys))
-    return max(widths)
+        results = keys.number("hidden_size", default=0) // 2
+        widths.append(chosen * (_expert_width(keys) + results) + _shared_width(keys))
+    return max(*widths, recurrent_width(keys))
 
 
 def _mlp_matrices(keys: Keys) -> int:
     return 2 if str(keys.find("mlp_hidden_act")).startswith("relu2") else 3
 
 
-def _dense(keys: Keys) -> tuple[Weight, ...]:
+def _dense(keys: Keys, traits: Traits) -> tuple[Weight, ...]:
     hidden, width = keys.size("hidden_size"), _dense_width(keys)
-    matrices = _mlp_matrices(keys)
+    matrices = _mlp_matrices(keys) if traits.gated_mlp else 2
     weights = [Weight(matrices * hidden * width, "dense", width)]
     if keys.flag("mlp_bias"):
         weights += [Weight((matrices - 1) * width, "dense", width, "plain"), whole(hidden)]
@@ -252,15 +268,17 @@ def _experts(keys: Keys, traits: Traits) -> tuple[Weight, ...]:
     hidden, width, count = keys.size("hidden_size"), _expert_width(keys), _num_experts(keys)
     latent = keys.number("moe_latent_size", default=0)
     matrices = _mlp_matrices(keys)
+    is_wide = traits.router in ("wide", "float32") or "kv_lora_rank" in keys
     weights = [
         Weight(count * matrices * (latent or hidden) * width, "experts", count, "expert", features=width),
-        whole(count * hidden),
+        Weight(count * hidden, form="float32") if is_wide else whole(count * hidden),
     ]
     if latent:
         weights.append(Weight(2 * hidden * latent))
     if traits.head_logits:  # gpt-oss: biases of the router and of every expert
-        weights += [whole(count), Weight(count * (2 * width + hidden), "experts", count, "plain")]
-    elif "n_group" in keys or "num_expert_group" in keys or "minimax" in str(keys.find("model_type")):
+        weights += [whole(count), Weight(count * 2 * width, "experts", count, "plain", features=width)]
+        weights.append(Weight(count * hidden, "experts", count, "plain"))
+    elif traits.router != "float32" and (traits.router or "n_group" in keys or "num_expert_group" in keys):
         weights.append(Weight(count, form="float32"))  # a correction of each expert's score
     shared = _shared_width(keys)
     if shared:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,8 +39,8 @@ class AttentionShape:
     head_dim: int
     window: int | None = None
     """Tokens a query sees, itself included; None is everything."""
-    index_bytes: int = 0
-    """What an indexer of sparse attention keeps of a token beside, whatever the dtype of the cache."""
+    index_dim: int = 0
+    """Features of the key that an indexer of sparse attention keeps beside, in the dtype of the cache."""
 
     @property
     def kind(self) -> str:
@@ -56,7 +56,8 @@ class LatentShape:
     num_heads: int
     latent_dim: int
     rope_dim: int
-    index_bytes: int = 0
+    index_dim: int = 0
+    """As of `AttentionShape`."""
     kind: str = "MLA"
 
 
@@ -69,8 +70,12 @@ class RecurrentShape:
     state_count: int
     """Elements of the recurrent state."""
     conv_count: int
-    """Elements of the short convolution's state, in the dtype of the activations."""
+    """Elements of the short convolution's state that are dealt with the heads, in the dtype of the activations."""
     kind: str = "recurrent"
+    num_groups: int = 1
+    """Heads of a group stay together where there are enough groups for the ranks."""
+    group_conv_count: int = 0
+    """Elements of the convolution's state that are dealt with the groups."""
 
 
 MixerShape = AttentionShape | LatentShape | RecurrentShape
@@ -117,6 +122,8 @@ class ModelShape:
     """The head is the embedding."""
     intermediate_size: int = 0
     """Features of the widest MLP that a token runs through."""
+    norm_size: int = 0
+    """Elements of the last norm."""
     storage: Storage = PLAIN
     """As the checkpoint stores its weights."""
     is_known: bool = True
@@ -125,10 +132,33 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """A tied head counts once."""
-        ends = self.vocab_size * self.hidden_size * (1 if self.is_tied else 2) + self.hidden_size
+        ends = self.vocab_size * self.hidden_size * (1 if self.is_tied else 2) + self.norm_size
         return ends + sum(weight.count for layer in self.layers for weight in layer.weights)
 
 
 def activation_bytes(hidden_size: int, intermediate_size: int, *, max_num_tokens: int, item_bytes: int) -> int:
     """An upper bound of what one full step holds: the widest MLP's input and output, and the residual."""
     return max_num_tokens * (2 * intermediate_size + 6 * hidden_size) * item_bytes
+
+
+GRAPH_BYTES = 10 << 20
+"""About what one captured batch size takes besides its tensors, which all sizes share."""
+
+
+def logits_bytes(vocab_size: int, *, num_rows: int, item_bytes: int) -> int:
+    """Of a step's rows on a GPU: as the head gives them, and in float32 with their rules applied."""
+    return num_rows * vocab_size * (item_bytes + 4)
+
+
+def graph_bytes(sizes: Sequence[int], *, vocab_size: int, step_bytes: int, item_bytes: int) -> int:
+    """An upper bound of what captured steps keep.
+
+    Args:
+        sizes: rows of each.
+        step_bytes: `activation_bytes` of a step of the largest.
+    """
+    if not sizes:
+        return 0
+    # Of rows that are drawn a second graph, and their raw logits for log-probabilities.
+    rows = logits_bytes(vocab_size, num_rows=max(sizes), item_bytes=2 * item_bytes)
+    return 2 * GRAPH_BYTES * len(sizes) + step_bytes + rows

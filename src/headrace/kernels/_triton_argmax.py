@@ -47,11 +47,20 @@ def _merge_kernel(keys, out, num_parts, PARTS: tl.constexpr):
 
 def launch_argmax(logits: Tensor) -> Tensor:
     """[rows, vocab] -> [rows] int64"""
-    num_rows, vocab = logits.shape
-    assert logits.stride(1) == 1
+    num_rows = logits.shape[0]
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return out
+    keys = launch_part_keys(logits)
+    num_parts = keys.shape[1]
+    grid(_merge_kernel, num_rows)(keys, out, num_parts, PARTS=power_of_2(num_parts), num_warps=1)
+    return out
+
+
+def launch_part_keys(logits: Tensor) -> Tensor:
+    """[rows, vocab], at least one row -> [rows, parts] int64: the largest value's bits in their order, then its id."""
+    num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1
     num_parts = max(1, min(MAX_PARTS, TARGET_PROGRAMS // num_rows, -(-vocab // TILE)))
     part = -(-vocab // (num_parts * TILE)) * TILE
     num_parts = -(-vocab // part)
@@ -59,5 +68,4 @@ def launch_argmax(logits: Tensor) -> Tensor:
     grid(_part_kernel, num_parts, num_rows)(
         logits, keys, logits.stride(0), vocab, part, num_parts, TILE=TILE, num_warps=8
     )
-    grid(_merge_kernel, num_rows)(keys, out, num_parts, PARTS=power_of_2(num_parts), num_warps=1)
-    return out
+    return keys

@@ -134,6 +134,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SINK_TOKENS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -158,7 +159,7 @@ def _decode_kernel(
 
     first = 0
     if HAS_WINDOW:
-        first = tl.maximum(kv_len - window, 0)
+        first = tl.maximum(kv_len - 1, 0) // window * window if IS_CHUNKED else tl.maximum(kv_len - window, 0)
     begin = 0 if HAS_SINK_TOKENS else first // TILE * TILE
     part = kv_len - begin
     if IS_SPLIT:
@@ -320,6 +321,7 @@ def constants(q: Tensor, spec: HeadsSpec, num_kv_heads: int, *, is_fp8: bool) ->
         "DIM": dim,
         "DIM_BLOCK": max(16, power_of_2(dim)),
         "HAS_WINDOW": spec.window is not None,
+        "IS_CHUNKED": spec.is_chunked,
         "HAS_SINK_TOKENS": spec.window is not None and spec.sink_tokens > 0,
         "HAS_CAP": spec.soft_cap is not None,
         "HAS_SINKS": spec.sinks is not None,

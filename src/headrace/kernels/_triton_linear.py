@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels._triton_chain import chain_options, grid, wait_for_predecessor
-from headrace.kernels.quantise import Quantised
+from headrace.kernels._triton_rows import ACTIVATIONS, activate
+from headrace.kernels.quantise import FP8, Form, Quantised
 
 FEW_ROWS = 16
 """Up to here `launch_few_rows` is faster than the vendor's product: docs/performance.md."""
@@ -18,6 +19,8 @@ STREAM_ROWS = 64
 FEW_TILES = 264
 """Two for each of a large GPU's processors: up to here each has room for more stages."""
 MAX_TILES = 1 << 13
+GATED_FEATURES = 32
+"""Gates of a tile; with their factors the tensor cores' wide side."""
 
 
 @triton.jit
@@ -100,6 +103,98 @@ def _stream_kernel(
             acc += tl.load(theirs + place, mask=row_mask[None, :], other=0.0, cache_modifier=".cg")
     _finish(tl.trans(acc), out, bias, x_scale, w_scale, rows, outputs, row_mask, outputs < num_out, out_stride,
             BY_ROW, BY_OUTPUT, HAS_BIAS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_kernel(
+    x,
+    weight,
+    out,
+    out_scale,
+    x_scale,
+    w_scale,
+    num_rows,
+    num_features,
+    num_in,
+    x_stride,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BY_OUTPUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_FP8_OUT: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Programs: (FEATURES gates and the FEATURES factors that belong to them, one tile of the tensor cores)."""
+    index = tl.arange(0, 2 * FEATURES)
+    outputs = tl.program_id(0) * FEATURES + index % FEATURES + index // FEATURES * num_features
+    wait_for_predecessor(CHAINED)
+    rows = tl.arange(0, ROWS)
+    row_mask = rows < num_rows
+    inputs = tl.arange(0, INPUTS)
+    x_at = x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
+    w_at = weight + outputs.to(tl.int64)[:, None] * num_in + inputs[None, :]
+    acc = tl.zeros((2 * FEATURES, ROWS), tl.float32)
+    for start in tl.range(0, num_in, INPUTS, num_stages=STAGES):
+        values = tl.load(w_at + start)
+        columns = tl.load(x_at + start, mask=row_mask[:, None], other=0.0)
+        acc = tl.dot(values, tl.trans(columns), acc)
+    if BY_ROW:
+        acc = acc * tl.load(x_scale + rows, mask=row_mask, other=0.0)[None, :]
+    else:
+        acc = acc * tl.load(x_scale)
+    if BY_OUTPUT:
+        acc = acc * tl.load(w_scale + outputs)[:, None]
+    else:
+        acc = acc * tl.load(w_scale)
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, FEATURES, ROWS)), (1, 2, 0)))
+    # Each rounded as it would be on its way through memory.
+    active = activate(gate.to(ROUNDED).to(tl.float32), ACTIVATION).to(ROUNDED)
+    y = (active.to(tl.float32) * up.to(ROUNDED).to(tl.float32)).to(ROUNDED)
+    if IS_FP8_OUT:
+        y = tl.minimum(tl.maximum(y.to(tl.float32) / tl.load(out_scale), -448.0), 448.0)
+    features = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    at = out + rows.to(tl.int64)[None, :] * num_features + features[:, None]
+    tl.store(at, y.to(out.dtype.element_ty), mask=row_mask[None, :])
+
+
+def launch_gated(
+    act: Quantised, weight: Tensor, scales: Tensor, kind: str, *, form: Form, dtype: torch.dtype
+) -> Quantised:
+    """The contract of `gated_linear` where `can_fuse` says so."""
+    x, x_scale = act.data, act.scales
+    num_rows, num_in = x.shape
+    num_features = weight.shape[0] // 2
+    assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous() and num_rows <= STREAM_ROWS
+    out = torch.empty((num_rows, num_features), dtype=dtype if form.is_plain else FP8, device=x.device)
+    inputs, _, warps, stages = tuned(weight.shape[0])
+    if num_rows:
+        grid(_gated_kernel, num_features // GATED_FEATURES)(
+            x,
+            weight,
+            out,
+            out if form.scale is None else form.scale,
+            x_scale,
+            scales,
+            num_rows,
+            num_features,
+            num_in,
+            x.stride(0),
+            ROWS=max(16, 1 << (num_rows - 1).bit_length()),
+            FEATURES=GATED_FEATURES,
+            INPUTS=inputs,
+            BY_ROW=x_scale.numel() > 1,
+            BY_OUTPUT=scales.numel() > 1,
+            ACTIVATION=ACTIVATIONS[kind],
+            IS_FP8_OUT=not form.is_plain,
+            ROUNDED=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16 if dtype == torch.float16 else tl.float32,
+            STAGES=stages,
+            **chain_options(x, warps),
+        )
+    return Quantised(out, form.scale)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -18,6 +18,15 @@ from headrace.kernels.quantise import FP8, Form, Quantised
 
 
 @triton.jit
+def _first_seen(position, window, IS_CHUNKED: tl.constexpr):
+    """The first token in the window of a query, maybe below 0, or in its chunk."""
+    if IS_CHUNKED:
+        return position // window * window
+    else:
+        return position - window + 1
+
+
+@triton.jit
 def _attend_tile(
     start,
     query,
@@ -41,6 +50,7 @@ def _attend_tile(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SINK_TOKENS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -54,7 +64,7 @@ def _attend_tile(
         mask = (at <= last)[:, None] & (dims < DIM)[None, :]
         if HAS_WINDOW:
             # Blocks that every query's window has left may be gone.
-            kept = at > tl.min(positions) - window
+            kept = at >= _first_seen(tl.min(positions), window, IS_CHUNKED)
             if HAS_SINK_TOKENS:
                 kept = kept | (at < sink_tokens)
             mask = mask & kept[:, None]
@@ -75,7 +85,7 @@ def _attend_tile(
     if MASKED:
         seen = at[None, :] <= positions[:, None]
         if HAS_WINDOW:
-            inside_window = at[None, :] > positions[:, None] - window
+            inside_window = at[None, :] >= _first_seen(positions, window, IS_CHUNKED)[:, None]
             if HAS_SINK_TOKENS:
                 inside_window = inside_window | (at < sink_tokens)[None, :]
             seen = seen & inside_window
@@ -126,6 +136,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SINK_TOKENS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -160,7 +171,7 @@ def _prefill_kernel(
     middle = (first_position + 1) // TILE * TILE
     if HAS_WINDOW:
         if not HAS_SINK_TOKENS:
-            begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
+            begin = tl.maximum(_first_seen(first_position, window, IS_CHUNKED), 0) // TILE * TILE
         middle = begin
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -171,13 +182,15 @@ def _prefill_kernel(
         highest, total, acc = _attend_tile(
             start, query, positions, highest, total, acc, k_head, v_head, table, k_block_stride, v_block_stride,
             scale, cap, window, sink_tokens, last,
-            DIM, DIM_BLOCK, BLOCK_SIZE, TILE, False, HAS_WINDOW, HAS_SINK_TOKENS, HAS_CAP, COMPUTE,
+            DIM, DIM_BLOCK, BLOCK_SIZE, TILE, False, HAS_WINDOW, IS_CHUNKED, HAS_SINK_TOKENS,
+            HAS_CAP, COMPUTE,
         )  # fmt: skip
     for start in tl.range(middle, last + 1, TILE, num_stages=STAGES):
         highest, total, acc = _attend_tile(
             start, query, positions, highest, total, acc, k_head, v_head, table, k_block_stride, v_block_stride,
             scale, cap, window, sink_tokens, last,
-            DIM, DIM_BLOCK, BLOCK_SIZE, TILE, True, HAS_WINDOW, HAS_SINK_TOKENS, HAS_CAP, COMPUTE,
+            DIM, DIM_BLOCK, BLOCK_SIZE, TILE, True, HAS_WINDOW, IS_CHUNKED, HAS_SINK_TOKENS,
+            HAS_CAP, COMPUTE,
         )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634

@@ -127,7 +127,7 @@ def launch_norm(
 
 
 @triton.jit
-def _activate(gate, ACTIVATION: tl.constexpr):
+def activate(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == 0:
         return gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == 1:
@@ -177,7 +177,7 @@ def _act_mul_kernel(
 def _act_mul_block(x, features, columns, mask, ACTIVATION: tl.constexpr):
     gate = tl.load(x + columns, mask=mask, other=0.0)
     up = tl.load(x + features + columns, mask=mask, other=0.0)
-    active = _activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
+    active = activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
     return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 

@@ -18,7 +18,8 @@ def paged_attention(q: Tensor, cache_k: Tensor, cache_v: Tensor, step: PackedRow
     """Attend each query over the cached tokens of its row, its own included.
 
     A query at position p sees the cached tokens j <= p of its row, with a window w only those j > p - w and the
-    first `sink_tokens` (Xiao et al. 2024). Head h reads KV head h // (heads / kv_heads). Cache entries that no query
+    first `sink_tokens` (Xiao et al. 2024); where the window is chunked only those of its own chunk, j >= p - p mod w.
+    Head h reads KV head h // (heads / kv_heads). Cache entries that no query
     sees are never read into the result, so they may hold anything, NaN included.
 
     Args:
@@ -60,7 +61,7 @@ def paged_attention(q: Tensor, cache_k: Tensor, cache_v: Tensor, step: PackedRow
         cache_k.stride(1),
         cache_v.stride(0),
         cache_v.stride(1),
-        spec.window or 0,
+        -(spec.window or 0) if spec.is_chunked else spec.window or 0,
         spec.sink_tokens if spec.window else 0,
         dtype_flag(q),
         dtype_flag(cache_k),
@@ -113,7 +114,7 @@ class _RowContext:
 
 def _attend_row(q: Tensor, positions: Tensor, context: _RowContext, spec: HeadsSpec) -> Tensor:
     last = min(int(positions.max()), context.kv_len - 1)
-    first = 0 if spec.window is None else max(0, int(positions.min()) - spec.window + 1)
+    first = 0 if spec.window is None else int(_first_seen(positions.min(), spec.window, is_chunked=spec.is_chunked))
     size = context.block_size
     end_block, num_sink_blocks = last // size + 1, -(-spec.sink_tokens // size)
     places = [place for place in range(end_block) if place >= first // size or place < num_sink_blocks]
@@ -127,10 +128,15 @@ def _attend_row(q: Tensor, positions: Tensor, context: _RowContext, spec: HeadsS
 
     seen = (at[None, :] <= positions[:, None]) & (at[None, :] < context.kv_len)  # [queries, kv]
     if spec.window is not None:
-        seen &= (at[None, :] > positions[:, None] - spec.window) | (at[None, :] < spec.sink_tokens)
+        begin = _first_seen(positions, spec.window, is_chunked=spec.is_chunked)
+        seen &= (at[None, :] >= begin[:, None]) | (at[None, :] < spec.sink_tokens)
     anyone = seen.any(0)
     keys, values = keys[:, anyone], values[:, anyone]
     return _softmax_attend(q, keys, values, seen[:, anyone], spec)
+
+
+def _first_seen(positions: Tensor, window: int, *, is_chunked: bool) -> Tensor:
+    return positions - positions % window if is_chunked else (positions - window + 1).clamp(min=0)
 
 
 def _softmax_attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, spec: HeadsSpec) -> Tensor:

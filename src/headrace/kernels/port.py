@@ -34,6 +34,8 @@ class HeadsSpec(Protocol):
     @property
     def window(self) -> int | None: ...
     @property
+    def is_chunked(self) -> bool: ...
+    @property
     def sink_tokens(self) -> int: ...
     @property
     def soft_cap(self) -> float | None: ...
@@ -43,3 +45,16 @@ class HeadsSpec(Protocol):
     def k_scale(self) -> float: ...  # an FP8 cache holds keys divided by this
     @property
     def v_scale(self) -> float: ...
+
+
+class StateRows(Protocol):
+    """The packed rows of one step, for kernels that go on from a state (the layers room's `StateStep`)."""
+
+    @property
+    def slots(self) -> Tensor: ...  # [rows] int64, each row's place in the states
+    @property
+    def query_starts(self) -> Tensor: ...  # [rows + 1] int32
+    @property
+    def num_context_rows(self) -> int: ...  # the first rows; each of the others has one token
+    @property
+    def context_starts(self) -> tuple[int, ...]: ...  # [num_context_rows + 1] of query_starts, on the host

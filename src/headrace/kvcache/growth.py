@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from headrace.kvcache.naming import Naming
@@ -15,9 +15,6 @@ from headrace.kvcache.table import NEVER, Part, Table
 from headrace.kvcache.tiers import Tiers
 from headrace.kvcache.turns import AllReusable
 from headrace.seam import DUMMY_BLOCK
-
-Blocks = tuple[list[tuple[int, int]], ...]
-"""Per group: (index in the table, block)."""
 
 
 class NoBlocks(RuntimeError):
@@ -53,19 +50,24 @@ class Growth:
             if spec.window is not None and not spec.is_recurrent
         ]
 
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windows)
+
     def extend_each(self, wants: Iterable[tuple[int, int, int]]) -> set[int]:
         promises, attention, size = self._promises, self._promises.attention, self._size
         refused: set[int] = set()
         granted: list[tuple[Table, int]] = []
         total = num_generated = 0
+        unpromised = promises.unpromised()
         for owner, num_tokens, headroom in wants:
             table = self._tables[owner]
             num_blocks = -(-num_tokens // size)
             count = num_blocks - table.num_blocks
             if count <= 0:
                 continue
-            rooms = [promises.room(table, group) for group in attention]
-            if rooms and count > min(rooms) - headroom - total:
+            # The room is never less than what nobody was promised, and mostly that is enough.
+            if count + headroom + total > unpromised and count > promises.room(table) - headroom - total:
                 refused.add(owner)
                 continue
             for group in attention:
@@ -74,7 +76,9 @@ class Growth:
             table.capacity = num_blocks * size
             granted.append((table, count))
             total += count
-            num_generated += max(0, min(count, num_blocks - -(-table.claim.prompt_len // size)))
+            num_beyond = num_blocks - -(-table.claim.prompt_len // size)
+            if num_beyond > 0:
+                num_generated += min(count, num_beyond)
         for group in attention if granted else ():
             blocks = iter(self._tiers.take(group, total))
             for table, count in granted:
@@ -82,15 +86,20 @@ class Growth:
             self._store.by_group[group].gen_allocated_blocks += num_generated
         return refused
 
-    def take_new_blocks(self, owner: int) -> Blocks:
-        table = self._tables[owner]
-        first = table.num_announced
-        table.num_announced = table.num_blocks
-        new = tuple([[*enumerate(part.blocks[first:], first)] for part in table.parts])
-        for group, at in table.gone:
-            if at < first:
-                new[group].append((at, DUMMY_BLOCK))
-        table.gone.clear()
+    def take_new_blocks(self, slots: Mapping[int, int]) -> list[list[int]]:
+        new: list[list[int]] = [[] for _ in self._store.groups]
+        for owner, slot in slots.items():
+            table = self._tables[owner]
+            first = table.num_announced
+            table.num_announced = table.num_blocks
+            for triples, part in zip(new, table.parts):
+                for at, block in enumerate(part.blocks[first:], first):
+                    triples += slot, at, block
+            if table.gone:
+                for group, at in table.gone:
+                    if at < first:
+                        new[group] += slot, at, DUMMY_BLOCK
+                table.gone.clear()
         return new
 
     def commit(self, owner: int, tokens: Tokens, num_computed: int) -> int:
@@ -139,23 +148,29 @@ class Growth:
         self._promises.end(table)
         depth = table.num_indexed
         for pool, part in zip(self._store.pools, table.parts):
-            pool.unlease_all(block for block in part.blocks[: depth - 1 if depth else None : -1] if block)
-        # From the last block to the first, so that a prefix is never evicted before what follows it.
-        parent = self._index.parent
+            pool.unlease_all([block for block in part.blocks[: depth - 1 if depth else None : -1] if block])
         for group in self._promises.attention:
-            pool, mine = self._store.pools[group], table.parts[group].blocks
-            names, node = pool.node, table.cursor
-            for at in range(depth - 1, -1, -1):
-                block = mine[at]
-                if block:
-                    if names[block] != node:
-                        self.naming.use(group, node, block, table, at)
-                    pool.unlease(block)
-                node = parent[node]
+            self._give_back(group, table)
         if table.cursor != NONE:
             if final:
                 self._policy.ended(table.claim.space, table.cursor)
             self._index.unpin(table.cursor)
+
+    def _give_back(self, group: int, table: Table) -> None:
+        """The indexed blocks' leases, from the last to the first: a prefix is never evicted before what follows it."""
+        pool, mine, parent = self._store.pools[group], table.parts[group].blocks, self._index.parent
+        names, node = pool.node, table.cursor
+        due: list[int] = []
+        for at in range(table.num_indexed - 1, -1, -1):
+            block = mine[at]
+            if block:
+                if names[block] != node:
+                    pool.unlease_all(due)  # all that comes before it is used before it
+                    due.clear()
+                    self.naming.use(group, node, block, table, at)
+                due.append(block)
+            node = parent[node]
+        pool.unlease_all(due)
 
     def fork(self, parent: int, child: int, num_tokens: int) -> list[tuple[int, int, int]]:
         assert child not in self._tables, f"owner {child} is admitted already"

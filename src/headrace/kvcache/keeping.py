@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from headrace.kvcache.claim import Claim
 from headrace.kvcache.news import NoNews
-from headrace.kvcache.pool import DEFAULT_PRIORITY, BlockPool
+from headrace.kvcache.pool import BlockPool
 from headrace.kvcache.radix import NONE, RadixIndex
 from headrace.kvcache.retention import Expiry, priority_of
+from headrace.types import DEFAULT_PRIORITY
 
 
 class Keeping:
@@ -40,7 +41,8 @@ class Keeping:
     def inherit(self, pool: int, node: int, source: int, block: int) -> None:
         """The node's block in `pool` takes over priority and deadline of its `block` in the pool `source`."""
         pools = self._pools
-        deadline_s = self._deadlines.get((source, block)) if pools[source].priority[block] != DEFAULT_PRIORITY else None
+        has_end = pools[source].priority[block] != DEFAULT_PRIORITY  # else it may be that of an earlier life
+        deadline_s = self._deadlines.get((source, block)) if has_end else None
         self._set_priority(pool, node, pools[source].priority[block], deadline_s)
 
     def _set_priority(self, pool: int, node: int, priority: int, deadline_s: float | None) -> None:

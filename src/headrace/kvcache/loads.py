@@ -141,20 +141,16 @@ class Loads:
         """Nodes that have got other blocks meanwhile keep them."""
         store, index = self._store, self._store.index
         (_, first, blocks), claim = under.load, under.claim
-        node = index.root(claim.space)
-        path: list[int] = []
-        for at in range(first + len(blocks[0])):
-            node = index.descend(node, index.edge(under.tokens, at, claim.media))
-            index.pin(node)
-            path.append(node)
+        keys = index.edges(under.tokens, 0, first + len(blocks[0]), claim.media)
+        path = index.descend_all(index.root(claim.space), keys)
+        index.pin(path[-1])
         for group, mine in enumerate(blocks):
             for at, block in enumerate(mine, first):
                 if block != NONE and store.block_of(group, path[at]) == NONE:
                     store.name(group, path[at], block, claim=claim, at=at)
             if claim.retention is not None:
                 store.keeping.retain_all(group, path[first:], claim, first)
-        for node in reversed(path):
-            index.unpin(node)
+        index.unpin(path[-1])
 
     def _unlease(self, held: list[tuple[int, int]]) -> None:
         """From the last block to the first, so that a prefix is never evicted before what follows it."""

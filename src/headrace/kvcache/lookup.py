@@ -69,19 +69,19 @@ class Lookup:
         max_tokens = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         if max_tokens < 1:
             return NOTHING
-        path = index.walk(claim.space, tokens, max_tokens // size, claim.media)
-        length = longest(path, self._near, size)
-        if len(self._near[0][1]) > 1:
+        path, missed = index.walk(claim.space, tokens, max_tokens // size, claim.media)
+        length = longest(path, self._near, size) if path else 0
+        if length and len(self._near[0][1]) > 1:
             length = self._worth(path, length)
         source, num_partial = NONE, 0
         if self._partial:
             node = path[length - 1] if length else index.roots.get(claim.space, NONE)
-            if node != NONE and index.child[node] != NONE:
-                start = length * size
+            start = length * size
+            if node != NONE and index.has_child_from(node, tokens[start]):
                 part = index.pack(tokens, start, min(start + size, max_tokens))
                 media = media_key(claim.media, start, start + size) if claim.media else b""
                 source, num_partial = self._nearest(node, part, media)
-        return Found(path, length, source, num_partial, length * size + num_partial)
+        return Found(path, length, source, num_partial, length * size + num_partial, missed)
 
     def _worth(self, path: list[int], length: int) -> int:
         """As many blocks, or only those on the device when computing the others takes less time than copying them."""
@@ -158,7 +158,7 @@ class Lookup:
         if (at + 1) * size >= len(tokens):
             return NO_PREFIX if self._partial else GRANULARITY
         node = path[-1] if path else index.roots.get(claim.space, NONE)
-        key = index.edge(tokens, at, claim.media)
+        key = found.missed or index.edge(tokens, at, claim.media)
         if index.was_evicted(claim.space, node, key):
             return EVICTED
         for root in islice(index.spaces if not at else (), MAX_SPACES):

@@ -7,13 +7,13 @@ under a step in flight, except that entries out of the window leave it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from headrace.kvcache.admission import Admission
 from headrace.kvcache.claim import Claim
-from headrace.kvcache.growth import Blocks, Growth, NoBlocks
+from headrace.kvcache.growth import Growth, NoBlocks
 from headrace.kvcache.integrity import check_cache
 from headrace.kvcache.lookup import Lookup
 from headrace.kvcache.naming import Naming
@@ -129,7 +129,8 @@ class KvCache:
         return self.claim(
             salt=request.cache_salt,
             adapter=request.adapter,
-            scope=self._policy.scope_of(request),
+            # Nobody shares what computes an embedding: it goes with its request.
+            scope=f"request {request.id} embedding" if request.pooling else self._policy.scope_of(request),
             media=request.media,
             retention=request.retention,
             prompt_len=len(request.prompt),
@@ -146,9 +147,10 @@ class KvCache:
     def _attention_pools(self):
         return [self.store.pools[group] for group in self.promises.attention]
 
-    def max_tokens(self, *, width: int = 1) -> int:
+    def max_tokens(self, *, width: int = 1, beside_pins: bool = True) -> int:
         """Tokens that one sequence may have when nobody but pins is there, of `width` that grow at once."""
-        return self.promises.max_tokens(self.pins.num_pinned, width=width)
+        pinned = self.pins.num_pinned if beside_pins else [0] * len(self.store.pools)
+        return self.promises.max_tokens(pinned, width=width)
 
     def match(self, tokens: Tokens, *, claim: Claim | None = None, limit: int | None = None) -> int:
         """Leading tokens that could be reused now, at most `limit`, and never the last token.
@@ -219,6 +221,11 @@ class KvCache:
         """Computed tokens at which `commit` has something to do next."""
         return self.tables[owner].commit_at
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether entries may leave at all."""
+        return self._growth.has_windows
+
     def has_left(self, owner: int) -> bool:
         """Whether entries have left the window since `take_new_blocks`."""
         return bool(self.tables[owner].gone)
@@ -236,12 +243,13 @@ class KvCache:
         """`extend` of each (owner, number of tokens, headroom) in turn; returns the owners for which it is False."""
         return self._growth.extend_each(wants)
 
-    def take_new_blocks(self, owner: int) -> Blocks:
-        """Per group (index in the table, block) of all changes since the last call, reused and shared ones included.
+    def take_new_blocks(self, slots: Mapping[int, int]) -> list[list[int]]:
+        """By group, flat: (slot, index in the table, block) of what changed in the tables of these owners since each
+        was last asked for, reused and shared blocks included. `slots` is by owner.
 
         Entries that have left the window are the dummy block.
         """
-        return self._growth.take_new_blocks(owner)
+        return self._growth.take_new_blocks(slots)
 
     def table(self, owner: int, group: int = 0) -> list[int]:
         return list(self.tables[owner].parts[group].blocks)
@@ -296,27 +304,7 @@ class KvCache:
         """The next plan copies a device block, before whoever writes either."""
         self.tiers.copy(group, source, destination)
 
-    def reset(self) -> None:
-        """Forgets everything computed so far: cached blocks are free, no block is found again, but for pinned ones.
-
-        Owners that run keep their blocks, and nothing of theirs is indexed any more.
-        """
-        for root in list(self.index.spaces):
-            self._growth.forget(root)
-        self.pins.restore()
-
-    # ---- leases and pins ---------------------------------------------------------------------
-
-    def lease(self, group: int, block: int) -> None:
-        """One more lease on a leased or cached device block."""
-        self.store.lease(group, block)
-
-    def unlease(self, group: int, block: int) -> None:
-        """Gives a lease of `lease` back."""
-        self.store.unlease(group, block)
-        pool = self.store.pools[group]
-        if not pool.leases[block]:
-            self._growth.naming.touch_prefix(group, pool.node[block])
+    # ---- pins --------------------------------------------------------------------------------
 
     def pin(self, name: str, tokens: Tokens, claim: Claim, *, longest: int = 0) -> str:
         """Keeps the whole blocks of a prompt whatever the pressure, until `unpin`; returns why not, or "".
@@ -361,7 +349,8 @@ class KvCache:
         return self.tiers.take_copies()
 
     def take_transfers(self) -> Ints:
-        self.tiers.look_ahead([self.promises.spare(group) for group in range(len(self.groups))])
+        if self.store.num_tiers > HOST:
+            self.tiers.look_ahead([self.promises.spare(group) for group in range(len(self.groups))])
         self.saving.step(is_idle=not self.tables)
         return self.tiers.take_transfers()
 

@@ -18,13 +18,9 @@ class Naming:
     def index(self, table: Table, tokens: Tokens, last: int) -> list[int]:
         """Names the table's full blocks up to `last`; returns their nodes."""
         index, claim, first = self._index, table.claim, table.num_indexed
-        node = table.cursor
-        path: list[int] = []
-        for at in range(first, last):
-            node = index.descend(node, index.edge(tokens, at, claim.media))
-            path.append(node)
-        index.pin(node)  # before all else: of recurrent groups alone it names nothing yet
-        index.unpin(table.cursor)
+        path = index.descend_all(table.cursor, index.edges(tokens, first, last, claim.media))
+        node = path[-1]
+        index.move_pin(table.cursor, node)  # before all else: of recurrent groups alone it names nothing yet
         for group in self._attention:
             blocks = table.parts[group].blocks[first:last]
             self._index_blocks(group, path, blocks)
@@ -54,11 +50,11 @@ class Naming:
         pool = self._store.pools[group]
         known = self._index.blocks[group][node]
         if known != block and not pool.leases[known]:  # the same block: shared by a fork
-            priority = pool.priority[known]
-            pool.clear_node(known)
             self._index.blocks[group][node] = block
             pool.set_node(block, node)
-            pool.priority[block] = priority
+            pool.priority[block] = pool.priority[known]  # nothing new for who listens to events
+            self._store.keeping.inherit(group, node, group, known)
+            pool.clear_node(known)
 
     def use(self, group: int, node: int, block: int, table: Table, at: int) -> None:
         """An unnamed block with the tokens of `node` is about to be given back: its node counts as just used."""
@@ -66,6 +62,7 @@ class Naming:
         known = self._index.blocks[group][node]
         if known == NONE:  # evicted since: ours takes its place
             self._store.name(group, node, block, claim=table.claim, at=at)
+            self._store.keeping.retain_all(group, (node,), table.claim, at)
         elif not pool.leases[known]:
             pool.touch(known)
 
@@ -88,12 +85,3 @@ class Naming:
             if blocks[group][node] == NONE:
                 self._store.name(group, node, table.parts[group].blocks[at], claim=table.claim, at=at)
                 self._store.keeping.retain_all(group, (node,), table.claim, at)
-
-    def touch_prefix(self, group: int, node: int) -> None:
-        """Keeps the prefix of a block that was just used more recent than the block."""
-        pool, blocks = self._store.pools[group], self._index.blocks[group]
-        while node != NONE:
-            block = blocks[node]
-            if block != NONE and not pool.leases[block]:
-                pool.touch(block)
-            node = self._index.parent[node]

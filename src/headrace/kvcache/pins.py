@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.kvcache.claim import Claim
-from headrace.kvcache.radix import NONE
 from headrace.kvcache.store import Store
 from headrace.types import PinInfo
 
@@ -57,45 +56,51 @@ class Pins:
     ) -> str:
         """Holds the blocks of a path under a name; returns why not, or "".
 
+        It replaces what the name stood for, whose blocks count as given back; refused, it leaves that as it was.
+
         Args:
             spare: by pool, blocks that may be leased that nobody holds now.
             needs: by group, device blocks that have to be left beside all pins.
         """
         keys = [self._store.index.key[node] for node in path]
         old = self._pins.get(name)
-        if old is not None:
-            same = old.claim.space == claim.space and old.keys == keys
-            return "" if same else "there is a pin of this name: unpin it first"
-        refusal = self._refusal(wanted, spare, needs)
+        if old is not None and old.claim.space == claim.space and old.keys == keys:
+            return ""
+        refusal = self._refusal(wanted, old.blocks if old is not None else [], spare, needs)
         if not refusal:
-            self._hold(name, Pin(claim, keys, wanted))
+            new = Pin(claim, keys, wanted)
+            self._hold(new)  # before the old one is let go: what both have never loses its lease
+            self.unpin(name)
+            self._pins[name] = new
         return refusal
 
-    def _refusal(self, wanted: list[Pinned], spare: Sequence[int], needs: Sequence[int]) -> str:
+    def _refusal(self, wanted: list[Pinned], replaced: list[Pinned], spare: Sequence[int], needs: Sequence[int]) -> str:
         if not wanted:
-            return "nothing of its prompt is in the cache"
-        new = {(pool, block) for pool, _, block in wanted} - self._counts.keys()
+            return f"its prompt fills no block of {self._store.settings.tokens_per_block} tokens that is in the cache"
+        places = {(pool, block) for pool, _, block in wanted}
+        new = places - self._counts.keys()
+        left = {(pool, block) for pool, _, block in replaced if self._counts[pool, block] == 1} - places
         for pool, most in enumerate(self._max):
+            leases = self._store.pools[pool].leases
             mine = [block for where, block in new if where == pool]
-            if self.num_pinned[pool] + len(mine) > most:
-                return f"pins hold {self.num_pinned[pool]} blocks and may hold {most}, it needs {len(mine)} more"
-            if (
-                pool < len(needs)
-                and self.num_pinned[pool] + len(mine) > self._store.pools[pool].num_total - needs[pool]
-            ):
+            gone = [block for where, block in left if where == pool]
+            others = self.num_pinned[pool] - len(gone)
+            if others + len(mine) > most:
+                return f"pins hold {others} blocks and may hold {most}, it needs {len(mine)} more: unpin some"
+            if pool < len(needs) and others + len(mine) > self._store.pools[pool].num_total - needs[pool]:
                 return "a request that runs may need its blocks"
-            if sum(not self._store.pools[pool].leases[block] for block in mine) > spare[pool]:
+            given_back = sum(leases[block] == 1 for block in gone)
+            if sum(not leases[block] for block in mine) > spare[pool] + given_back:
                 return "its blocks are promised to others"
         return ""
 
-    def _hold(self, name: str, pin: Pin) -> None:
+    def _hold(self, pin: Pin) -> None:
         for pool, _, block in pin.blocks:
             count = self._counts.get((pool, block), 0)
             if not count:
                 self._store.lease(pool, block)
                 self.num_pinned[pool] += 1
             self._counts[pool, block] = count + 1
-        self._pins[name] = pin
 
     def unpin(self, name: str) -> bool:
         """False: there is no such pin."""
@@ -109,19 +114,3 @@ class Pins:
                 self.num_pinned[pool] -= 1
                 self._store.unlease(pool, block)
         return True
-
-    def restore(self) -> None:
-        """After all names were taken: pinned prefixes are found again."""
-        index = self._store.index
-        for pin in self._pins.values():
-            node = index.root(pin.claim.space)
-            path: list[int] = []
-            for key in pin.keys:
-                node = index.descend(node, key)
-                index.pin(node)
-                path.append(node)
-            for pool, at, block in pin.blocks:
-                if self._store.block_of(pool, path[at]) == NONE and self._store.pools[pool].node[block] == NONE:
-                    self._store.name(pool, path[at], block, claim=pin.claim, at=at)
-            for node in path:
-                index.unpin(node)

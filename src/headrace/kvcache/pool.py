@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from headrace.seam import DUMMY_BLOCK
+from headrace.types import DEFAULT_PRIORITY
 
 MAX_PRIORITY = 100
-DEFAULT_PRIORITY = 35
 NO_NODE = -1
 
 
@@ -143,8 +143,17 @@ class BlockPool:
 
     def unlease_all(self, blocks: Iterable[int]) -> None:
         """Gives one lease of each back; the first is the first to be evicted."""
+        leases, node = self.leases, self.node
         for block in blocks:
-            self.unlease(block)
+            count = leases[block] - 1
+            assert count >= 0, f"block {block} has no lease to give back"
+            leases[block] = count
+            self.num_leases -= 1
+            if not count:
+                if node[block] >= 0:
+                    self._queue(block)
+                else:
+                    self._set_free(block)
 
     def set_node(self, block: int, node: int) -> None:
         """The index names a leased block from now on."""
@@ -152,10 +161,11 @@ class BlockPool:
         self.node[block] = node
 
     def clear_node(self, block: int) -> None:
-        """The index names the block no longer; a cached block becomes free."""
+        """The index names the block no longer, its priority is over; a cached block becomes free."""
         assert self.node[block] >= 0, f"block {block} isn't indexed"
         if self.leases[block]:
             self.node[block] = NO_NODE
+            self.priority[block] = DEFAULT_PRIORITY
         else:
             self._unqueue(block)
             self._set_free(block)
@@ -166,7 +176,7 @@ class BlockPool:
         self._queue(block)
 
     def set_priority(self, block: int, priority: int) -> None:
-        """0 is evicted first. Lasts until the block is free again; a cached block counts as just used."""
+        """0 is evicted first. Lasts until the block loses its name; a cached block counts as just used."""
         assert 0 <= priority <= MAX_PRIORITY, priority
         queued = not self.leases[block]
         if queued:

@@ -57,11 +57,24 @@ class Promises:
                 part.num_entitled += beyond
                 self.promised[group] += beyond
 
-    def room(self, table: Table, group: int) -> int:
-        """Device blocks that an owner may take now: its own, and what is nobody's."""
-        pool, part = self._store.pools[group], table.parts[group]
-        others = self.promised[group] - max(0, part.num_entitled - part.num_held)
-        return len(pool.free) + pool.num_cached - others
+    def unpromised(self) -> int:
+        """Device blocks of every attention group that are nobody's."""
+        pools, promised = self._store.pools, self.promised
+        return min(
+            [len(pools[group].free) + pools[group].num_cached - promised[group] for group in self.attention],
+            default=sys.maxsize,
+        )
+
+    def room(self, table: Table) -> int:
+        """Device blocks of every attention group that an owner may take now: its own, and what is nobody's."""
+        fewest, pools = sys.maxsize, self._store.pools
+        for group in self.attention:
+            pool, part = pools[group], table.parts[group]
+            due = part.num_entitled - part.num_held
+            room = len(pool.free) + pool.num_cached - self.promised[group] + (due if due > 0 else 0)
+            if room < fewest:
+                fewest = room
+        return fewest
 
     def end(self, table: Table) -> None:
         for group, part in enumerate(table.parts):

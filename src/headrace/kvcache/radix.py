@@ -76,17 +76,16 @@ class Ghosts:
         """Hashes of (serial of the parent, edge)."""
         self._older: set[int] = set()
 
-    def meet(self, node: int) -> None:
-        """A node begins."""
-        self._next_serial += 1
-        if node == len(self.serial):
-            self.serial.append(self._next_serial)
-        else:
-            self.serial[node] = self._next_serial
+    def take_serials(self, count: int) -> int:
+        """The first of as many numbers for nodes that begin."""
+        first = self._next_serial
+        self._next_serial += count
+        return first
 
-    def add(self, parent: int, key: bytes) -> None:
-        """A child of `parent` is gone."""
-        self._newer.add(hash((self.serial[parent], key)))
+    def add(self, edges: Iterable[tuple[int, bytes]]) -> None:
+        """Each (parent, key) led to a child that is gone."""
+        serial = self.serial
+        self._newer.update([hash((serial[parent], key)) for parent, key in edges])
         if len(self._newer) > MAX_GHOSTS:
             self._newer, self._older = set(), self._newer
 
@@ -139,16 +138,32 @@ class RadixIndex:
         key = part.astype("<i4").tobytes() if isinstance(part, np.ndarray) else self._pack(*part)
         return key + media_key(media, start, end) if media else key
 
+    def edges(self, tokens: Tokens, first: int, last: int, media: Sequence[MediaSpan] = ()) -> list[bytes]:
+        """The keys of blocks [first, last) of a sequence."""
+        if last - first == 1:
+            return [self.edge(tokens, first, media)]
+        size = self.tokens_per_block
+        packed = self.pack(tokens, first * size, last * size)
+        keys = [packed[at : at + 4 * size] for at in range(0, len(packed), 4 * size)]
+        if media:
+            keys = [key + media_key(media, at * size, (at + 1) * size) for at, key in enumerate(keys, first)]
+        return keys
+
     def tokens_of(self, node: int) -> list[int]:
         """The tokens of the node's own block."""
         return np.frombuffer(self.key[node][: 4 * self.tokens_per_block], "<i4").tolist()
 
-    def walk(self, space: Namespace, tokens: Tokens, max_blocks: int, media: Sequence[MediaSpan] = ()) -> list[int]:
-        """The nodes of the longest known prefix of whole blocks, the first block's node first; holes included."""
+    def walk(
+        self, space: Namespace, tokens: Tokens, max_blocks: int, media: Sequence[MediaSpan] = ()
+    ) -> tuple[list[int], bytes]:
+        """The nodes of the longest known prefix of whole blocks, the first block's node first; holes included.
+
+        Also the edge behind them, which isn't there; b"" where it had not to be looked for.
+        """
         path: list[int] = []
         node = self.roots.get(space, NONE)
         if node == NONE:
-            return path
+            return path, b""
         child, known, forks = self.child, self.key, self.forks
         for at in range(max_blocks):
             below = child[node]
@@ -158,13 +173,13 @@ class RadixIndex:
             if below == MANY:
                 node = forks[node].get(key, NONE)
                 if node == NONE:
-                    break
+                    return path, key
             elif known[below] == key:
                 node = below
             else:
-                break
+                return path, key
             path.append(node)
-        return path
+        return path, b""
 
     def nearest(self, node: int, part: bytes, media: bytes) -> list[tuple[int, int]]:
         """Children of `node` that share their first tokens with `part` (the bytes of token ids), the most first.
@@ -184,6 +199,14 @@ class RadixIndex:
             return []
         counts = [(child, self._num_shared(self.key[child], part, media)) for child in children]
         return sorted([pair for pair in counts if pair[1]], key=lambda pair: -pair[1])
+
+    def has_child_from(self, node: int, token: int) -> bool:
+        """Whether `nearest` finds any child of `node` for a part that begins with this token."""
+        below = self.child[node]
+        if below == NONE:
+            return False
+        head = int(token).to_bytes(4, "little", signed=True)
+        return head in self._heads[node] if below == MANY else self.key[below].startswith(head)
 
     def _num_shared(self, key: bytes, part: bytes, media: bytes) -> int:
         size = min(len(key), len(part), 4 * self.tokens_per_block)
@@ -237,6 +260,19 @@ class RadixIndex:
         self.uses[node] += 1
         return new
 
+    def descend_all(self, node: int, keys: Sequence[bytes]) -> list[int]:
+        """`descend` along all keys. Give the last node a block or a pin before anything else."""
+        path: list[int] = []
+        child = self.child
+        for key in keys:
+            if child[node] == NONE:
+                break
+            node = self.descend(node, key)
+            path.append(node)
+        if len(path) < len(keys):
+            self._add_chain(node, keys[len(path) :] if path else keys, path)
+        return path
+
     def children(self, node: int) -> list[int]:
         below = self.child[node]
         if below == MANY:
@@ -268,60 +304,87 @@ class RadixIndex:
         self.version += 1
         self.unpin(node)
 
-    def clear_blocks(self, pool: int, nodes: Iterable[int]) -> None:
+    def clear_blocks(self, pool: int, nodes: Sequence[int]) -> None:
         """`clear_block` of each, for nodes that name a block."""
         self.version += 1
         blocks, uses = self.blocks[pool], self.uses
         for node in nodes:
             blocks[node] = NONE
             uses[node] -= 1
-            if not uses[node]:
-                self._prune(node)
+        self._prune(nodes)
 
     def pin(self, node: int) -> None:
         """Keeps the node and its ancestors, though not their blocks."""
         self.uses[node] += 1
 
+    def move_pin(self, node: int, to: int) -> None:
+        uses = self.uses
+        uses[to] += 1
+        uses[node] -= 1
+        if not uses[node]:
+            self._prune((node,))
+
     def unpin(self, node: int) -> None:
         self.uses[node] -= 1
         if not self.uses[node]:
-            self._prune(node)
+            self._prune((node,))
 
     def _new_node(self, parent: int, key: bytes) -> int:
-        if self.spare:
-            node = self.spare.pop()
-            self.parent[node] = parent
-            self.key[node] = key
-            self.uses[node] = 0
-            self._ghosts.meet(node)
-            return node
+        node = self.spare.pop() if self.spare else self._spare_node()
+        self.parent[node] = parent
+        self.key[node] = key
+        self.uses[node] = 0
+        self._ghosts.serial[node] = self._ghosts.take_serials(1)
+        return node
+
+    def _add_chain(self, node: int, keys: Sequence[bytes], path: list[int]) -> None:
+        """Adds new nodes to `path`: the first below `node`, which has no children then, and so on."""
+        parents, child, edges, uses, spare = self.parent, self.child, self.key, self.uses, self.spare
+        serial, number = self._ghosts.serial, self._ghosts.take_serials(len(keys))
+        for key in keys:
+            new = spare.pop() if spare else self._spare_node()
+            child[node] = new
+            uses[node] += 1
+            parents[new] = node
+            edges[new] = key
+            uses[new] = 0
+            serial[new] = number
+            number += 1
+            path.append(new)
+            node = new
+
+    def _spare_node(self) -> int:
         node = len(self.key)
-        self._ghosts.meet(node)
-        self.parent.append(parent)
+        self.parent.append(NONE)
         self.child.append(NONE)
-        self.key.append(key)
-        self.uses.append(0)
+        self.key.append(b"")
+        self.uses.append(DEAD)
+        self._ghosts.serial.append(0)
         for blocks in self.blocks:
             blocks.append(NONE)
         return node
 
-    def _prune(self, node: int) -> None:
-        uses, keys, child = self.uses, self.key, self.child
-        while not uses[node]:
-            parent, key = self.parent[node], keys[node]
-            keys[node] = b""
-            uses[node] = DEAD
-            self.spare.append(node)
-            if parent == NONE:
-                del self.roots[self.spaces.pop(node)]
-                return
-            if child[parent] == MANY:
-                self._leave_fork(parent, key, node)
-            else:
-                child[parent] = NONE
-            self._ghosts.add(parent, key)
-            uses[parent] -= 1
-            node = parent
+    def _prune(self, nodes: Iterable[int]) -> None:
+        """Those of them that nothing uses go, and their ancestors as far as nothing else uses those."""
+        parents, uses, keys, child, spare = self.parent, self.uses, self.key, self.child, self.spare
+        gone: list[tuple[int, bytes]] = []
+        for node in nodes:
+            while not uses[node]:
+                parent, key = parents[node], keys[node]
+                keys[node] = b""
+                uses[node] = DEAD
+                spare.append(node)
+                if parent == NONE:
+                    del self.roots[self.spaces.pop(node)]
+                    break
+                if child[parent] == MANY:
+                    self._leave_fork(parent, key, node)
+                else:
+                    child[parent] = NONE
+                gone.append((parent, key))
+                uses[parent] -= 1
+                node = parent
+        self._ghosts.add(gone)
 
     def _leave_fork(self, parent: int, key: bytes, node: int) -> None:
         fork, heads, head = self.forks[parent], self._heads[parent], key[:4]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
-from headrace.types import Retention
-
-DEFAULT_PRIORITY = 35
-"""Of blocks that nobody gave one, and of those whose time is over."""
+from headrace.types import DEFAULT_PRIORITY, Retention
 
 
 def priority_of(retention: Retention | None, *, prompt_len: int, start: int, end: int) -> tuple[int, float | None]:

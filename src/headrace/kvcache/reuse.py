@@ -28,6 +28,8 @@ class Found(NamedTuple):
     """Tokens of it."""
     num_tokens: int
     """All tokens reused."""
+    missed: bytes = b""
+    """The edge behind the path, which is not in the index; b"" where it had not to be looked for."""
 
 
 NOTHING = Found([], 0, NONE, 0, 0)

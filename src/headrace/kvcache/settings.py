@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.seam import GroupSpec, PoolSizes
+from headrace.types import DEFAULT_PRIORITY
 
 ReusePolicy = Literal["all_reusable", "per_request", "per_conversation"]
 
@@ -22,7 +23,7 @@ class CacheSettings:
     """Who may find a request's blocks: everybody, itself after a preemption, or its conversation."""
     max_num_turns: int = 1
     """Turns of a conversation whose blocks are kept, under `per_conversation`."""
-    offload_min_priority: int = 35
+    offload_min_priority: int = DEFAULT_PRIORITY
     """Victims below it are dropped instead of going down a tier."""
     fingerprint: str = ""
     """`EngineFacts.fingerprint`: what else changes K and V."""

@@ -88,8 +88,11 @@ class Tiers:
         return sum(self._under_way)
 
     def is_under_way(self, target: int, node: int) -> bool:
-        """A transfer brings the node's block to this pool."""
-        return (target, node) in self._ids
+        """A transfer brings the node's block to this pool, or a copy still fills the one that it has there."""
+        block = self._store.block_of(target, node)
+        return (target, node) in self._ids or any(
+            (move.target, move.target_block) == (target, block) for move in self._moves.values()
+        )
 
     # ---- device blocks -----------------------------------------------------------------------
 
@@ -153,9 +156,10 @@ class Tiers:
     # ---- beside the steps --------------------------------------------------------------------
 
     def look_ahead(self, spare: Sequence[int]) -> None:
-        """Copies down what would be evicted next; `spare` device blocks of each group may be leased for it."""
-        if not self._has_host:
-            return
+        """Copies down what would be evicted next; `spare` device blocks of each group may be leased for it.
+
+        There is a host tier.
+        """
         for group, count in enumerate(spare):
             self._spill(group, count)
         if self.has_disk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from headrace.attention.port import AttentionSpec
 from headrace.kernels.quantise import Form
 from headrace.kernels.rope_write import Projected
+from headrace.layers.heads import HeadStep, Sinks, no_rope
 from headrace.layers.linear import Linear
 from headrace.layers.norm import HeadNorm
 from headrace.layers.port import Act, ForwardStep
@@ -49,26 +51,36 @@ class Attention:
         out: Linear,
         *,
         spec: AttentionSpec,
-        rope: str,
+        rope: str | None,
         kv_scales: KvScales,
+        interleaved: bool = False,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
+        steps: Sequence[HeadStep] = (),
+        sinks: Sinks | None = None,
     ) -> None:
         """
         Args:
-            rope: which of the model's rope kinds turns q and k.
+            rope: which of the model's rope kinds turns q and k; None: none does.
+            interleaved: rope turns pairs of neighbouring features.
+            steps: what is done to the heads, in order, before the kernels do the rest.
         """
         self.qkv = qkv
         self.out = out
         self.rope = rope
+        self.interleaved = interleaved
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.steps = tuple(steps)
+        self._sinks = sinks
         self._spec = spec
         self._kv_scales = kv_scales
 
     @property
     def spec(self) -> AttentionSpec:
-        """With the checkpoint's scales once it is loaded."""
+        """With the checkpoint's scales and sinks once it is loaded."""
+        if self._sinks is not None and self._spec.sinks is None:
+            self._spec = replace(self._spec, sinks=self._sinks.logits)
         scales = self._kv_scales.values
         if (self._spec.k_scale, self._spec.v_scale) != scales:
             self._spec = replace(self._spec, k_scale=scales[0], v_scale=scales[1])
@@ -76,16 +88,24 @@ class Attention:
 
     def project(self, act: Act, step: ForwardStep) -> Projected:
         """[tokens, hidden] -> the packed heads, and what is owed to them"""
-        rope = step.ropes[self.rope]
-        return Projected(
-            self.qkv(act),
+        return self.ready(self.qkv(act), step)
+
+    def ready(self, heads: Tensor, step: ForwardStep) -> Projected:
+        """heads: [tokens, (heads + 2 * kv_heads) * dim], q, k, v"""
+        rope = no_rope(step) if self.rope is None else step.ropes[self.rope]
+        packed = Projected(
+            heads,
             self._spec.num_heads,
             self._spec.num_kv_heads,
             rope.cos,
             rope.sin,
+            interleaved=self.interleaved,
             q_norm=None if self.q_norm is None else self.q_norm.ready(),
             k_norm=None if self.k_norm is None else self.k_norm.ready(),
         )
+        for change in self.steps:
+            packed = change(packed, step)
+        return packed
 
     @property
     def wanted(self) -> Form:

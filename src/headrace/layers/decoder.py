@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from headrace.layers.attention import Attention
 from headrace.layers.embedding import Embedding, Head
-from headrace.layers.mlp import Mlp
+from headrace.layers.experts import Experts
+from headrace.layers.mlp import Mlp, PlainMlp
 from headrace.layers.norm import Norm
 from headrace.layers.port import Act, AttentionSpec, ForwardStep, Layer, Mixer, Projected, Rope
 from headrace.layers.rope import Rotary
 
-PRE_NORM_RULES: Mapping[str, str] = {
+COMMON_RULES: Mapping[str, str] = {
     "model.embed_tokens.weight": "embed.weight",
-    "model.layers.*.input_layernorm.weight": "layers.*.input_norm.weight",
     "model.layers.*.self_attn.q_proj.*": "layers.*.attention.qkv.*:q",
     "model.layers.*.self_attn.k_proj.*": "layers.*.attention.qkv.*:k",
     "model.layers.*.self_attn.v_proj.*": "layers.*.attention.qkv.*:v",
     "model.layers.*.self_attn.k_scale": "layers.*.attention.qkv.k_scale:k",
     "model.layers.*.self_attn.v_scale": "layers.*.attention.qkv.v_scale:v",
     "model.layers.*.self_attn.o_proj.*": "layers.*.attention.out.*",
-    "model.layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm.weight",
     "model.layers.*.mlp.gate_proj.*": "layers.*.mlp.gate_up.*:gate",
     "model.layers.*.mlp.up_proj.*": "layers.*.mlp.gate_up.*:up",
     "model.layers.*.mlp.down_proj.*": "layers.*.mlp.down.*",
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "head.weight",
 }
-"""The names that Hugging Face checkpoints of this structure use."""
+"""The names that Hugging Face checkpoints use for all but the norms of layers."""
+
+PRE_NORM_RULES: Mapping[str, str] = {
+    **COMMON_RULES,
+    "model.layers.*.input_layernorm.weight": "layers.*.input_norm.weight",
+    "model.layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm.weight",
+}
+
+QK_NORM_RULES: Mapping[str, str] = {
+    "model.layers.*.self_attn.q_norm.weight": "layers.*.attention.q_norm.weight",
+    "model.layers.*.self_attn.k_norm.weight": "layers.*.attention.k_norm.weight",
+}
+
+POST_NORM_RULES: Mapping[str, str] = {
+    **COMMON_RULES,
+    "model.layers.*.post_attention_layernorm.weight": "layers.*.attention_post_norm.weight",
+    "model.layers.*.post_feedforward_layernorm.weight": "layers.*.mlp_post_norm.weight",
+}
+
+SANDWICH_RULES: Mapping[str, str] = {
+    **POST_NORM_RULES,
+    "model.layers.*.input_layernorm.weight": "layers.*.input_norm.weight",
+    "model.layers.*.pre_feedforward_layernorm.weight": "layers.*.mlp_norm.weight",
+}
 
 ROTARY_NAMES: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
 """Tables that old checkpoints carry; they are computed here."""
@@ -39,13 +61,15 @@ ROTARY_NAMES: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq", "
 class PreNormLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, *, input_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp) -> None:
+    def __init__(
+        self, *, input_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp | PlainMlp | Experts
+    ) -> None:
         self.input_norm = input_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         input_norm.feed(attention.qkv)
-        mlp_norm.feed(mlp.gate_up)
+        mlp.feed_from(mlp_norm)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -65,6 +89,14 @@ class PreNormLayer:
 
 class Decoder:
     """Embedding, layers, final norm, head; architectures derive from it and declare their weight map."""
+
+    layer_kinds: ClassVar[frozenset[str]] = frozenset({"full"})
+    """What layers may be: `full`, `window`, `latent`, another kind of attention, or `state` (recurrent)."""
+    has_experts: ClassVar[bool] = False
+    reads_mxfp4: ClassVar[bool] = False
+    """Whether its experts may be stored in MXFP4."""
+    is_capturable: ClassVar[bool] = True
+    """Whether its steps may run as CUDA graphs."""
 
     def __init__(
         self,

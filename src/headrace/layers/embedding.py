@@ -94,12 +94,14 @@ class Head:
         dtype: torch.dtype,
         device: torch.device,
         tied: bool,
+        scale: float = 1.0,
         soft_cap: float | None = None,
     ) -> None:
         self.name = name
         self.vocab_size = vocab_size
         self.recipe = recipe
         self.parallel = parallel
+        self.scale = scale
         self.soft_cap = soft_cap
         self._weight: Parameter | None = None
         if not tied:
@@ -130,6 +132,8 @@ class Head:
         # A GPU's product rounds to its dtype first anyway; the sampler widens the rows that need it.
         local = self.recipe.linear(act, self._ready(), out_dtype=None if act.data.is_cuda else torch.float32)
         logits = self.parallel.collectives.all_gather(local, -1)[:, : self.vocab_size]
+        if self.scale != 1.0:
+            logits = logits.float() * self.scale
         if self.soft_cap is not None:
             logits = self.soft_cap * torch.tanh(logits.float() / self.soft_cap)
         return logits

@@ -7,16 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from headrace.attention.port import AttentionSpec
+from headrace.kernels.moe.port import ExpertAct, Routing
 from headrace.layers.attention import Attention, KvScales
 from headrace.layers.embedding import Embedding, Head
+from headrace.layers.experts import Experts, ExpertsBuilder, ExpertsSetup, FusedForm
+from headrace.layers.heads import HeadStep, Sinks, UnitNorm, ValueNorm, WholeNorm, WholeNorms, num_copies
 from headrace.layers.linear import Linear, Output, column_linear, replicated_linear, row_linear
-from headrace.layers.mlp import Mlp, activation
-from headrace.layers.norm import HeadNorm, Norm, Scale
+from headrace.layers.mlp import ClampedMlp, Mlp, PlainMlp, activation, plain_activation
+from headrace.layers.norm import CentredScale, Factor, HeadNorm, Norm, Scale
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.rope import RopeSettings, Rotary
-from headrace.layers.weights import Loadable, WeightMap
+from headrace.layers.weights import Fused, Loadable, Part, Slot, WeightMap
+from headrace.quant.none import Dense
 from headrace.quant.port import Recipe
 
+SILU = ExpertAct()
 RecipeChoice = Callable[[str], Recipe]
 """Module name -> how its weight is stored."""
 
@@ -32,18 +37,28 @@ class LayerFactory:
         device: torch.device | str = "cpu",
         parallel: ParallelContext | None = None,
         max_len: int | None = None,
+        state_dtype: torch.dtype | None = None,
+        experts: ExpertsSetup | None = None,
     ) -> None:
         """
         Args:
             dtype: of weights and activations.
             max_len: the longest sequence that the engine will run, when the user has limited it.
+            state_dtype: of recurrent states; None is the config's, or that of the model.
         """
         self.dtype = dtype
         self.recipe = recipe
         self.device = torch.device(device)
         self.parallel = parallel or ParallelContext()
         self.max_len = max_len
+        self.state_dtype = state_dtype
+        self.experts_setup = experts or ExpertsSetup()
         self.modules: list[Loadable] = []
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the usual linears are stored as they are computed with."""
+        return all(isinstance(self.recipe(f"layers.0.{part}"), Dense) for part in ("attention.qkv", "mlp.down"))
 
     def norm(self, name: str, features: int, *, eps: float, plus_one: bool = False) -> Norm:
         """An RMS norm over the hidden state.
@@ -52,6 +67,50 @@ class LayerFactory:
             plus_one: the checkpoint stores the scale less one.
         """
         return Norm(self._scale(name, features, eps=eps, plus_one=plus_one), parallel=self.parallel)
+
+    def layer_norm(self, name: str, features: int, *, eps: float, bias: bool = False, plus_one: bool = False) -> Norm:
+        """A layer norm (the mean taken off) over the hidden state."""
+        scale = CentredScale(
+            name, features, eps=eps, bias=bias, plus_one=plus_one, dtype=self.dtype, device=self.device
+        )
+        self.modules.append(scale)
+        return Norm(scale, parallel=self.parallel)
+
+    def whole_norms(self, name: str, *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> WholeNorms:
+        """RMS norms of queries and of keys over all heads at once: a step of `attention`. Modules `{name}.q_norm` and
+        `{name}.k_norm`."""
+        heads = self.parallel.heads(num_heads, num_kv_heads)
+        copies = num_copies(num_heads, num_kv_heads, self.parallel)
+
+        def norm(part: str, count: int, share: tuple[int, int], same: int) -> WholeNorm:
+            features = count * head_dim
+            scale = Scale(
+                f"{name}.{part}",
+                features,
+                eps=eps,
+                plus_one=False,
+                dtype=self.dtype,
+                device=self.device,
+                share=(share[0] * head_dim, share[1] * head_dim),
+            )
+            self.modules.append(scale)
+            return WholeNorm(scale, features=features, num_copies=same, parallel=self.parallel)
+
+        return WholeNorms(norm("q_norm", num_heads, heads.q, 1), norm("k_norm", num_kv_heads, heads.kv, copies))
+
+    def value_norm(self, head_dim: int, *, eps: float) -> ValueNorm:
+        """An RMS norm without a weight over each value head: a step of `attention`."""
+        return ValueNorm(self.unit_norm(head_dim, eps=eps))
+
+    def unit_norm(self, head_dim: int, *, eps: float) -> UnitNorm:
+        """An RMS norm without a weight over each head's features."""
+        return UnitNorm(head_dim, eps=eps, dtype=self.dtype, device=self.device)
+
+    def factor(self, name: str) -> Factor:
+        """A stored number that a layer's result is multiplied with."""
+        factor = Factor(name, dtype=self.dtype, device=self.device)
+        self.modules.append(factor)
+        return factor
 
     def head_norm(self, name: str, head_dim: int, *, eps: float, plus_one: bool = False) -> HeadNorm:
         """An RMS norm over each attention head's features."""
@@ -79,62 +138,144 @@ class LayerFactory:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        rope: str,
+        rope: str | None,
+        interleaved: bool = False,
         scale: float | None = None,
         window: int | None = None,
+        is_chunked: bool = False,
         soft_cap: float | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
+        steps: Sequence[HeadStep] = (),
+        has_sinks: bool = False,
+        has_values: bool = True,
     ) -> Attention:
         """An attention block: modules `{name}.qkv` (slots q, k, v) and `{name}.out`. Heads are the whole model's.
 
         Args:
+            rope: a kind of the model's ropes; None turns nothing.
+            interleaved: rope turns neighbouring features (2i, 2i + 1), not i and i + half.
             scale: of the scores; head_dim ** -0.5 when None.
             window: tokens a query sees, itself included.
+            is_chunked: it sees those since the last multiple of `window` only.
+            steps: see `layers/heads.py`.
+            has_values: without, the slot v isn't there, and a step has to make values.
+            has_sinks: a logit per head takes part in the softmax's sum: module `{name}.sinks`.
         """
         heads = self.parallel.heads(num_heads, num_kv_heads)
-        q_share = (heads.q[0] * head_dim, heads.q[1] * head_dim)
-        kv_share = (heads.kv[0] * head_dim, heads.kv[1] * head_dim)
-        outputs = [
-            Output("q", num_heads * head_dim, q_share),
-            Output("k", num_kv_heads * head_dim, kv_share),
-            Output("v", num_kv_heads * head_dim, kv_share),
-        ]
+        q_share, kv_share = ((start * head_dim, stop * head_dim) for start, stop in (heads.q, heads.kv))
+        kv_outputs = [Output(slot, num_kv_heads * head_dim, kv_share) for slot in ("kv" if has_values else "k")]
+        outputs = [Output("q", num_heads * head_dim, q_share), *kv_outputs]
         spec = AttentionSpec(
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=head_dim,
             scale=head_dim**-0.5 if scale is None else scale,
             window=window,
+            is_chunked=is_chunked,
             soft_cap=soft_cap,
         )
-        kv_scales = KvScales(f"{name}.qkv", device=self.device)
-        self.modules.append(kv_scales)
         return Attention(
-            self._column(f"{name}.qkv", hidden_size, outputs, bias=qkv_bias),
-            self._row(f"{name}.out", num_heads * head_dim, hidden_size, share=q_share, bias=out_bias),
+            self.column(f"{name}.qkv", hidden_size, outputs, bias=qkv_bias),
+            self.row(f"{name}.out", num_heads * head_dim, hidden_size, share=q_share, bias=out_bias),
             spec=spec,
             rope=rope,
-            kv_scales=kv_scales,
+            kv_scales=self._kv_scales(f"{name}.qkv"),
+            interleaved=interleaved,
             q_norm=q_norm,
             k_norm=k_norm,
+            steps=steps,
+            sinks=self._sinks(f"{name}.sinks", num_heads, share=heads.q) if has_sinks else None,
         )
 
-    def mlp(self, name: str, *, hidden_size: int, intermediate_size: int, act: str, bias: bool = False) -> Mlp:
+    def mlp(
+        self, name: str, *, hidden_size: int, intermediate_size: int, act: str | ExpertAct, bias: bool = False
+    ) -> Mlp:
         """A gated MLP. Its modules are `{name}.gate_up` (slots gate, up) and `{name}.down`.
 
         Args:
-            act: the activation as the config names it.
+            act: the activation as the config names it, or as experts have it.
         """
         share = self.parallel.share(intermediate_size)
         outputs = [Output("gate", intermediate_size, share), Output("up", intermediate_size, share)]
-        return Mlp(
-            self._column(f"{name}.gate_up", hidden_size, outputs, bias=bias),
-            self._row(f"{name}.down", intermediate_size, hidden_size, share=share, bias=bias),
-            kind=activation(act),
+        gate_up = self.column(f"{name}.gate_up", hidden_size, outputs, bias=bias)
+        down = self.row(f"{name}.down", intermediate_size, hidden_size, share=share, bias=bias)
+        if isinstance(act, ExpertAct):
+            return ClampedMlp(gate_up, down, act=act)
+        return Mlp(gate_up, down, kind=activation(act))
+
+    def plain_mlp(
+        self, name: str, *, hidden_size: int, intermediate_size: int, act: str, bias: bool = False
+    ) -> PlainMlp:
+        """An MLP without a gate. Its modules are `{name}.up` (slot up) and `{name}.down`."""
+        share = self.parallel.share(intermediate_size)
+        return PlainMlp(
+            self.column(f"{name}.up", hidden_size, [Output("up", intermediate_size, share)], bias=bias),
+            self.row(f"{name}.down", intermediate_size, hidden_size, share=share, bias=bias),
+            act=plain_activation(act),
         )
+
+    def experts(
+        self,
+        name: str,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        routing: Routing,
+        act: ExpertAct = SILU,
+        bias: bool = False,
+        router_bias: bool = False,
+        router_dtype: torch.dtype | None = None,
+        has_correction: bool = False,
+        shared_size: int | None = None,
+        has_shared_gate: bool = False,
+        shared_act: str | ExpertAct = "silu",
+        fused: FusedForm = "out_in",
+        weighs_input: bool = False,
+        latent_size: int | None = None,
+    ) -> Experts:
+        """A mixture of experts; `layers/experts.py: expert_rules` makes its weight rules.
+
+        Its modules are `{name}.router` (with a `correction`), `{name}.gate_up` (slots `{expert}.gate`, `{expert}.up`),
+        `{name}.down` (slots `{expert}`), and where asked for `{name}.shared` (an MLP) and `{name}.shared_gate`.
+
+        Args:
+            intermediate_size: inner features of each routed expert.
+            router_dtype: the router is held and computed in; None is that of the model.
+            shared_size: inner features of the shared expert, of several ones together; None is none.
+            fused: how a checkpoint with all experts in one tensor has them.
+            latent_size: routed experts see a projection to so many features, and their sum is projected back: modules
+                `{name}.into_latent` and `{name}.from_latent`.
+        """
+        builder = ExpertsBuilder(
+            name, setup=self.experts_setup, recipe=self.recipe, parallel=self.parallel, dtype=self.dtype,
+            device=self.device,
+        )  # fmt: skip
+        width = latent_size or hidden_size
+        routed = builder.routed(
+            width, intermediate_size, routing, act=act, bias=bias, fused=fused, weighs_input=weighs_input
+        )
+        router = builder.router(hidden_size, routing.num_experts, bias=router_bias, dtype=router_dtype)
+        correction = builder.correction(routing.num_experts) if has_correction else None
+        shared_gate = builder.shared_gate(hidden_size) if has_shared_gate else None
+        self.modules += [module for module in (routed, router, correction, shared_gate) if module is not None]
+        shared = latent = None
+        if shared_size is not None:
+            part, size = f"{name}.shared", shared_size
+            if act.is_gated:
+                shared = self.mlp(part, hidden_size=hidden_size, intermediate_size=size, act=shared_act)
+            else:
+                shared = self.plain_mlp(part, hidden_size=hidden_size, intermediate_size=size, act=act.kind)
+        if latent_size is not None:
+            into = self.linear(f"{name}.into_latent", hidden_size, latent_size)
+            latent = (into, self.linear(f"{name}.from_latent", latent_size, hidden_size))
+        return Experts(
+            router, routed, backend=builder.backend, routing=routing, correction=correction, shared=shared,
+            shared_gate=shared_gate, router_dtype=router_dtype, latent=latent,
+            max_num_tokens=self.experts_setup.max_num_tokens,
+        )  # fmt: skip
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         embedding = Embedding(
@@ -150,12 +291,14 @@ class LayerFactory:
         hidden_size: int,
         *,
         tied_to: Embedding | None = None,
+        scale: float = 1.0,
         soft_cap: float | None = None,
     ) -> Head:
         """Hidden states to float32 logits.
 
         Args:
             tied_to: the embedding whose table it multiplies with; None gives it a weight of its own.
+            scale: what logits are multiplied with, before the cap.
             soft_cap: logits become soft_cap * tanh(logits / soft_cap).
         """
         head = Head(
@@ -167,6 +310,7 @@ class LayerFactory:
             dtype=self.dtype,
             device=self.device,
             tied=tied_to is not None,
+            scale=scale,
             soft_cap=soft_cap,
         )
         if tied_to is None:
@@ -185,23 +329,36 @@ class LayerFactory:
         ignored: Sequence[str] = (),
         tied: Mapping[str, str] | None = None,
         renamed: Mapping[str, str] | None = None,
+        fused: Fused | None = None,
+        kept: Sequence[str] = (),
     ) -> WeightMap:
         """The map of checkpoint names to the parameters built so far."""
-        return WeightMap(tuple(self.modules), rules, ignored, tied or {}, renamed or {})
+        return WeightMap(tuple(self.modules), rules, ignored, tied or {}, renamed or {}, fused or {}, kept)
+
+    def _kv_scales(self, name: str) -> KvScales:
+        scales = KvScales(name, device=self.device)
+        self.modules.append(scales)
+        return scales
+
+    def _sinks(self, name: str, num_heads: int, *, share: tuple[int, int]) -> Sinks:
+        slot = Slot("", (num_heads,), Part(0, *share))
+        sinks = Sinks(name, slot=slot, dtype=self.dtype, device=self.device)
+        self.modules.append(sinks)
+        return sinks
 
     def _scale(self, name: str, features: int, *, eps: float, plus_one: bool) -> Scale:
         scale = Scale(name, features, eps=eps, plus_one=plus_one, dtype=self.dtype, device=self.device)
         self.modules.append(scale)
         return scale
 
-    def _column(self, name: str, in_features: int, outputs: Sequence[Output], *, bias: bool) -> Linear:
+    def column(self, name: str, in_features: int, outputs: Sequence[Output], *, bias: bool) -> Linear:
         linear = column_linear(
             name, in_features, outputs, bias=bias, recipe=self.recipe(name), dtype=self.dtype, device=self.device
         )
         self.modules.append(linear)
         return linear
 
-    def _row(self, name: str, in_features: int, out_features: int, *, share: tuple[int, int], bias: bool) -> Linear:
+    def row(self, name: str, in_features: int, out_features: int, *, share: tuple[int, int], bias: bool) -> Linear:
         linear = row_linear(
             name,
             in_features,

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 """A damaged config must not start a loop without end, nor name a size that no tensor can have."""
+
+
+class HeadSizes(TypedDict):
+    """What `LayerFactory.attention` is told of heads and hidden state."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class HfConfig(Mapping[str, Any]):
@@ -98,6 +107,15 @@ class HfConfig(Mapping[str, Any]):
     def head_dim(self) -> int:
         """Features a head: stated, or hidden_size / num_attention_heads."""
         return self.integer("head_dim", self.integer("hidden_size") // self.integer("num_attention_heads"))
+
+    def heads(self) -> HeadSizes:
+        """From the usual keys."""
+        return HeadSizes(
+            hidden_size=self.integer("hidden_size"),
+            num_heads=self.integer("num_attention_heads"),
+            num_kv_heads=self.num_kv_heads(),
+            head_dim=self.head_dim(),
+        )
 
     def num_kv_heads(self) -> int:
         heads = self.integer("num_attention_heads")

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.quantise import Form
+from headrace.kernels.act_mul import Activation
+from headrace.kernels.act_mul_quantise import act_mul_quantise
+from headrace.kernels.quantise import Form, Quantised
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act
 from headrace.layers.weights import Parameter, Part, Slot
-from headrace.quant.port import PreparedWeight, Recipe, Stored
+from headrace.quant.port import GatedRecipe, PreparedWeight, Recipe, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Linear:
         self.name = name
         self.recipe = recipe
         self.dtype = dtype
+        self.device = device
         self._stored = {stored.name: _parameter(name, stored, weight, device=device) for stored in recipe.stored(dtype)}
         self._widths = tuple(slot.local_shape[0] for slot in weight)
         self._bias = Parameter(f"{name}.bias", bias, dtype=dtype, device=device) if bias else None
@@ -70,6 +73,14 @@ class Linear:
             tensors, bias if self._keeps_bias else None, widths=self._widths, dtype=self.dtype
         )
 
+    def take_plain(self) -> Tensor:
+        """[out, in] of this rank, in the model's dtype: what it multiplies with. Nothing is kept here."""
+        assert self._prepared is not None and self._bias is None, self.name
+        unit = torch.eye(self._prepared.in_features, dtype=self.dtype, device=self.device)
+        weight = self.recipe.linear(Act(unit), self._prepared, out_dtype=self.dtype).T
+        self._prepared = None
+        return weight
+
     @property
     def wanted(self) -> Form:
         """How it takes activations best; it takes plain ones too."""
@@ -80,6 +91,13 @@ class Linear:
         """[tokens, in] -> [tokens, out] of this rank"""
         assert self._prepared is not None, f"{self.name} is not loaded"
         return self.recipe.linear(act, self._prepared)
+
+    def gated(self, act: Act, kind: Activation, *, form: Form) -> Quantised:
+        """[tokens, in] -> activation(gate) * up in `form` [tokens, out / 2], the gates first in this rank's outputs."""
+        assert self._prepared is not None, f"{self.name} is not loaded"
+        if isinstance(self.recipe, GatedRecipe):
+            return self.recipe.gated(act, self._prepared, kind, form=form)
+        return act_mul_quantise(self(act), kind, form=form)
 
 
 def _parameter(linear: str, stored: Stored, weight: Sequence[Slot], *, device: torch.device) -> Parameter:

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.norm_quantise import norm_quantise
-from headrace.kernels.quantise import PLAIN, Form
+from headrace.kernels.quantise import PLAIN, Form, quantise
 from headrace.kernels.rms_norm import rms_norm
 from headrace.kernels.rope_write import HeadScale
 from headrace.layers.linear import Linear
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act
-from headrace.layers.weights import Parameter, Slot
+from headrace.layers.weights import Parameter, Part, Slot
 
 
 class Scale:
     """The weight of an RMS norm."""
 
     def __init__(
-        self, name: str, features: int, *, eps: float, plus_one: bool, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        features: int,
+        *,
+        eps: float,
+        plus_one: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: tuple[int, int] | None = None,
     ) -> None:
+        """
+        Args:
+            share: [start, stop) of the features that this rank holds; None is all.
+        """
         self.name = name
         self.eps = eps
         self.plus_one = plus_one
         init = "zero" if plus_one else "one"
-        self._weight = Parameter(f"{name}.weight", [Slot("", (features,))], dtype=dtype, device=device, init=init)
+        slot = Slot("", (features,), None if share is None else Part(0, *share))
+        self._weight = Parameter(f"{name}.weight", [slot], dtype=dtype, device=device, init=init)
         self._loaded: Tensor | None = None
 
     @property
@@ -54,10 +68,73 @@ class Scale:
         return self._loaded
 
 
-class Norm:
-    """An RMS norm over the hidden state, in the form that the linear behind it takes."""
+class CentredScale:
+    """Weight, and bias where there is one, of a layer norm (Ba et al. 2016): the mean is taken off first."""
 
-    def __init__(self, scale: Scale, *, parallel: ParallelContext) -> None:
+    def __init__(
+        self,
+        name: str,
+        features: int,
+        *,
+        eps: float,
+        bias: bool,
+        plus_one: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.eps = eps
+        self.plus_one = plus_one
+        init = "zero" if plus_one else "one"
+        slots = [Slot("", (features,))]
+        self._weight = Parameter(f"{name}.weight", slots, dtype=dtype, device=device, init=init)
+        self._bias = Parameter(f"{name}.bias", slots, dtype=dtype, device=device, init="zero") if bias else None
+        self._loaded: tuple[Tensor, Tensor | None] | None = None
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self._weight,) if self._bias is None else (self._weight, self._bias)
+
+    def finish(self) -> None:
+        weight = self._weight.take().float()
+        bias = None if self._bias is None else self._bias.take().float()
+        self._loaded = (weight + 1 if self.plus_one else weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., features] -> the same, normalised in float32"""
+        assert self._loaded is not None, f"{self.name} is not loaded"
+        weight, bias = self._loaded
+        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
+
+    def quantised(self, x: Tensor, *, form: Form, residual: Tensor | None = None) -> tuple[Act, Tensor | None]:
+        """-> (normalised x + residual in the form asked for, x + residual)"""
+        summed = x if residual is None else x + residual
+        return quantise(self(summed), form), None if residual is None else summed
+
+
+class Factor:
+    """A number that a layer's result is multiplied with: `{name}.weight`."""
+
+    def __init__(self, name: str, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._weight = Parameter(f"{name}.weight", [Slot("", (1,))], dtype=dtype, device=device, init="one")
+        self._loaded: Tensor | None = None
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self._weight,)
+
+    def finish(self) -> None:
+        self._loaded = self._weight.take()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self._loaded is not None, f"{self._weight.name} is not loaded"
+        return x * self._loaded
+
+
+class Norm:
+    """A norm over the hidden state, in the form that the linear behind it takes."""
+
+    def __init__(self, scale: Scale | CentredScale, *, parallel: ParallelContext) -> None:
         self.scale = scale
         self.parallel = parallel
         self._consumer: Linear | None = None

@@ -7,15 +7,17 @@ add, normalisation, quantisation) happens in one place, `norm(partial, residual)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from headrace.attention.port import AttentionSpec
+from headrace.attention.port import AttentionSpec as AttentionSpec  # models build theirs from here
+from headrace.attention.port import CacheSpec
+from headrace.kernels.quantise import PLAIN as PLAIN
 from headrace.kernels.quantise import Form, Quantised
-from headrace.kernels.rope_write import Projected
+from headrace.kernels.rope_write import Projected as Projected
 
 if TYPE_CHECKING:
     from headrace.layers.weights import WeightMap
@@ -38,13 +40,15 @@ class ForwardStep:
 
     positions: Tensor  # [tokens] int64
     ropes: dict[str, Rope]
+    carried: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What layers hand on to later ones in this step."""
 
 
 class Mixer(Protocol):
     """`mix` is handed in by the runner: attention over this layer's cache and group, already bound."""
 
-    def __call__(self, packed: Projected, form: Form) -> Act:
-        """-> [tokens, heads * dim] in the form asked for"""
+    def __call__(self, mixer_input: Any, form: Form) -> Act:
+        """What the layer's kind of attention takes (`Projected` for heads) -> [tokens, heads * dim] in that form"""
         ...
 
 
@@ -52,19 +56,26 @@ class Layer(Protocol):
     """One decoder layer."""
 
     @property
-    def spec(self) -> AttentionSpec:
-        """Final once the weights are loaded."""
+    def spec(self) -> CacheSpec | None:
+        """Final once the weights are loaded. None: it keeps nothing by token, being a `RecurrentLayer`, or one that
+        mixes no tokens and gets no mixer."""
         ...
 
     def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
         """Norm and projections. -> (what `mix` takes, residual)"""
         ...
 
-    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
-        """-> [tokens, heads * dim]"""
+    def mix(self, mixer_input: Any, mixer: Any) -> Any:
+        """
+        Args:
+            mixer: a `Mixer`; of a recurrent layer its `LiveState`.
+
+        Returns:
+            What `after` takes: [tokens, heads * dim] and what else the layer carries there.
+        """
         ...
 
-    def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+    def after(self, mixed: Any, residual: Tensor) -> tuple[Tensor | None, Tensor]:
         """Output projection, norm, MLP. -> (partial sum, residual)"""
         ...
 
@@ -87,6 +98,8 @@ class StateStep:
     positions: Tensor  # [tokens] int64
     max_query: int
     num_context_rows: int
+    context_starts: tuple[int, ...]
+    """[num_context_rows + 1] of `query_starts`, on the host. The rows behind them have one token each."""
 
 
 @dataclass(slots=True)
@@ -106,9 +119,9 @@ class RecurrentLayer(Protocol):
 
     def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]: ...
 
-    def mix(self, mixer_input: Any, mixer: LiveState) -> Act: ...
+    def mix(self, mixer_input: Any, mixer: LiveState) -> Any: ...
 
-    def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor | None, Tensor]: ...
+    def after(self, mixed: Any, residual: Tensor) -> tuple[Tensor | None, Tensor]: ...
 
 
 class Model(Protocol):
@@ -117,6 +130,16 @@ class Model(Protocol):
     layers: list[Layer]
     vocab_size: int
     max_position: int
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether its steps may run as CUDA graphs."""
+        ...
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer is a mixture of experts."""
+        ...
 
     def weight_map(self) -> WeightMap:
         """Checkpoint names -> parameters, fused slots and shard rules."""

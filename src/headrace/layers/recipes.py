@@ -1,7 +1,7 @@
 """Which recipe each linear of a checkpoint has, as its files state it.
 
-Read are `quantization_config` of config.json (methods `fp8`, `modelopt` and `compressed-tensors`) and ModelOpt's
-hf_quant_config.json. Embedding and head are plain in all of these forms.
+Read are `quantization_config` of config.json (methods `fp8`, `modelopt`, `compressed-tensors` and `mxfp4`, which is
+for experts only) and ModelOpt's hf_quant_config.json. Embedding, head and routers are plain in all of these forms.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from headrace.quant.fp8 import Fp8
 from headrace.quant.fp8_block import Fp8Block
 from headrace.quant.fp8_dynamic import Fp8Dynamic
 from headrace.quant.fp8_on_load import Fp8OnLoad
+from headrace.quant.mxfp4 import Mxfp4
 from headrace.quant.none import Dense
-from headrace.quant.port import Recipe
+from headrace.quant.port import ExpertsRecipe, Recipe
 
 CHECKPOINT_NAMES = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.out": ("self_attn.o_proj",),
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
+    "shared.gate_up": ("shared_experts.gate_proj", "shared_experts.up_proj"),
+    "shared.down": ("shared_experts.down_proj",),
 }
 """The end of a linear's name here -> what checkpoints call the linears that are fused in it."""
+
+EXPERTS_NAMES = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts")
+"""What checkpoints call the experts of a layer."""
 
 BLOCK_SIDES = [128, 128]
 HEAD = "head"
@@ -47,6 +53,8 @@ class Recipes:
     """Names, patterns with `*`, or `re:` and a regular expression, of linears that are plain."""
     is_kv_fp8: bool = False
     """The checkpoint asks for an FP8 cache."""
+    experts: ExpertsRecipe | None = None
+    """Of routed experts, where theirs is another recipe than the linears'."""
 
     def __call__(self, name: str) -> Recipe:
         """name: of a linear as the layer factory has it.
@@ -58,10 +66,32 @@ class Recipes:
             return self.plain
         names = checkpoint_names(name)
         ignored = [any(is_named(known, pattern) for pattern in self.ignored) for known in names]
+        if ".shared." in name:  # the other spelling
+            other = [known.replace("shared_experts", "shared_expert") for known in names]
+            ignored = [
+                was or any(is_named(known, pattern) for pattern in self.ignored) for was, known in zip(ignored, other)
+            ]
         if any(ignored) != all(ignored):
             plain = names[ignored.index(True)]
             raise ValueError(f"the checkpoint leaves {plain} unquantised but not the linears fused with it: not served")
         return self.plain if ignored[0] else self.quantised
+
+    def of_experts(self, name: str) -> ExpertsRecipe:
+        """name: of a product of a layer's routed experts, as the layer factory has it.
+
+        Raises:
+            ValueError: a recipe that experts can't be stored by.
+        """
+        layer = name.split(".mlp")[0]
+        names = [f"model.{layer}.{block}{part}" for block in EXPERTS_NAMES for part in ("", ".0.down_proj", ".0.w2")]
+        is_plain = any(is_named(known, pattern) for known in names for pattern in self.ignored)
+        found = self.plain if is_plain else self.experts or self.quantised
+        if not isinstance(found, ExpertsRecipe):
+            raise ValueError(
+                f"{name}: experts stored as {type(found).__name__} are not served: use an unquantised checkpoint, or"
+                " one in FP8 or MXFP4"
+            )
+        return found
 
 
 def checkpoint_names(name: str) -> tuple[str, ...]:
@@ -111,9 +141,12 @@ def read_recipes(
         return _fp8(stated, place)
     if method == "compressed-tensors":
         return _compressed(stated, place)
+    if method == "mxfp4":
+        plain = Dense()
+        return Recipes(plain, plain, _names(stated.get("modules_to_not_convert"), place), experts=Mxfp4())
     raise ValueError(
-        f"{place}: quant_method {method!r} is not served: fp8, modelopt and compressed-tensors (FP8) are; use such a"
-        " checkpoint, an unquantised one or a GGUF file"
+        f"{place}: quant_method {method!r} is not served: fp8, modelopt, compressed-tensors (FP8) and mxfp4 (experts)"
+        " are; use such a checkpoint, an unquantised one or a GGUF file"
     )
 
 

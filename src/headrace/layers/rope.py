@@ -2,7 +2,8 @@
 
 Types and their sources: default (Su et al. 2021), linear (position interpolation, Chen et al. 2023), dynamic
 (NTK-aware scaling by sequence length), yarn (Peng et al. 2023), llama3 (Llama 3.1), longrope (Ding et al. 2024),
-proportional (the rotated share of the features keeps the wavelengths of the whole head).
+proportional (the rotated share of the features keeps the wavelengths of the whole head), ntk_alpha (theta stretched by
+a constant; configs call it dynamic, with an `alpha`).
 
 Two types depend on the length of a sequence, while a paged cache holds keys that were rotated once and may be shared by
 sequences of any length. So that results depend on nothing but positions:
@@ -36,6 +37,7 @@ NEEDED_KEYS: dict[str, frozenset[str]] = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
     "longrope": frozenset({"short_factor", "long_factor"}),
     "proportional": frozenset(),
+    "ntk_alpha": frozenset({"alpha"}),
 }
 OPTIONAL_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -56,6 +58,7 @@ OPTIONAL_KEYS: dict[str, frozenset[str]] = {
     "llama3": frozenset({"original_max_position_embeddings"}),
     "longrope": frozenset({"original_max_position_embeddings", "attention_factor", "factor"}),
     "proportional": frozenset({"factor"}),
+    "ntk_alpha": frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
 }
 UNSET_BY_ZERO = ("mscale", "mscale_all_dim")
 LIST_KEYS = ("short_factor", "long_factor")
@@ -95,6 +98,8 @@ def rope_settings(
     place, values = _rope_keys(config, layer_type)
     named = values.get("rope_type", values.get("type", "default"))
     kind = OLD_NAMES.get(str(named), str(named))
+    if kind == "dynamic" and values.get("alpha"):
+        kind = "ntk_alpha"
     if kind not in NEEDED_KEYS:
         raise ValueError(
             f"config.json: {place} has the unknown rope type {named!r}: known are {', '.join(NEEDED_KEYS)}"
@@ -227,6 +232,9 @@ def _frequencies(settings: RopeSettings, head_dim: int, rotary_dim: int, max_len
         return _yarn_frequencies(settings, rotary_dim), _yarn_scale(settings)
     if settings.kind == "longrope":
         return _longrope_frequencies(settings, rotary_dim, max_len), _longrope_scale(settings)
+    if settings.kind == "ntk_alpha":
+        stretch = float(settings.values["alpha"]) ** (rotary_dim / (rotary_dim - 2))
+        return 1.0 / _wavelengths(settings.theta * stretch, rotary_dim), 1.0
     plain = 1.0 / _wavelengths(settings.theta, rotary_dim)
     if settings.kind == "linear":
         return plain / settings.factor, 1.0
@@ -280,13 +288,20 @@ def _yarn_scale(settings: RopeSettings) -> float:
     values = settings.values
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])
-
-    def scale_of(weight: float) -> float:
-        return 1.0 if settings.factor <= 1 else 0.1 * weight * math.log(settings.factor) + 1.0
-
     if values.get("mscale") and values.get("mscale_all_dim"):
-        return scale_of(float(values["mscale"])) / scale_of(float(values["mscale_all_dim"]))
-    return scale_of(1.0)
+        return _stretch_scale(settings, "mscale") / _stretch_scale(settings, "mscale_all_dim")
+    return _stretch_scale(settings)
+
+
+def _stretch_scale(settings: RopeSettings, key: str | None = None) -> float:
+    """How much larger scores become with the factor, weighted by one of the rope's keys."""
+    weight = 1.0 if key is None else float(settings.values[key])
+    return 1.0 if settings.factor <= 1 else 0.1 * weight * math.log(settings.factor) + 1.0
+
+
+def score_scale(settings: RopeSettings) -> float:
+    """What scores of latent attention are multiplied with beside the usual (DeepSeek's YaRN)."""
+    return _stretch_scale(settings, "mscale_all_dim") ** 2 if settings.values.get("mscale_all_dim") else 1.0
 
 
 def _longrope_frequencies(settings: RopeSettings, dim: int, max_len: int) -> Tensor:

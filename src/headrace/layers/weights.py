@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 MAPPED_BYTES = 1 << 20
 """From this size on a parameter on the CPU has a mapping of its own."""
 
-Init = Literal["normal", "zero", "one"]
+Init = Literal["normal", "zero", "one", "bytes", "exponents"]
+"""What `load_format: dummy` draws: `bytes` are random codes, `exponents` the scales (e8m0) that make small weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,13 @@ class Part:
     dim: int
     start: int
     stop: int
+    pieces: int = 1
+    """The tensor is that many equal ones joined along `dim`, and [start, stop) is kept of each."""
+
+    @property
+    def length(self) -> int:
+        """Along `dim`, of what is kept."""
+        return self.pieces * (self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class Slot:
         if self.part is None:
             return self.shape
         shape = list(self.shape)
-        shape[self.part.dim] = self.part.stop - self.part.start
+        shape[self.part.dim] = self.part.length
         return tuple(shape)
 
 
@@ -86,6 +95,9 @@ class Parameter:
         self.shape = (rows, *self.slots[0].local_shape[1:])
         self._data: Tensor | None = None
         self._missing = {slot.name for slot in self.slots}
+        self._by_name = {slot.name: slot for slot in self.slots}
+        ends = accumulate((slot.local_shape[0] for slot in self.slots), initial=0)
+        self._offsets = {slot.name: offset for slot, offset in zip(self.slots, ends)}
 
     @property
     def size_bytes(self) -> int:
@@ -101,24 +113,25 @@ class Parameter:
         return [slot.name for slot in self.slots if slot.name in self._missing]
 
     def slot(self, name: str) -> Slot:
-        for slot in self.slots:
-            if slot.name == name:
-                return slot
-        raise AssertionError(f"{self.name} has no slot {name!r}")
+        slot = self.find(name)
+        assert slot is not None, f"{self.name} has no slot {name!r}"
+        return slot
+
+    def find(self, name: str) -> Slot | None:
+        return self._by_name.get(name)
+
+    def covered(self, slot: Slot) -> Sequence[str]:
+        """Names of the `slots` that a checkpoint's tensor for this one fills."""
+        return (slot.name,)
 
     def view(self, slot: Slot) -> Tensor:
         """The place to write a slot's part to."""
         if self._data is None:
             self._data = _zeros(self.shape, self.dtype, self.device)
-        offset = 0
-        for other in self.slots:
-            if other is slot:
-                break
-            offset += other.local_shape[0]
-        return self._data.narrow(0, offset, slot.local_shape[0])
+        return self._data.narrow(0, self._offsets[slot.name], slot.local_shape[0])
 
     def mark_loaded(self, slot: Slot) -> None:
-        self._missing.discard(slot.name)
+        self._missing.difference_update(self.covered(slot))
 
     def take(self) -> Tensor:
         """Hand over the data; the parameter keeps nothing."""
@@ -157,6 +170,10 @@ class Target:
     slot: Slot
 
 
+Fused = Mapping[str, Mapping[str, int]]
+"""Name of a checkpoint tensor -> the names of those that it holds one after another, and the rows of each."""
+
+
 @dataclass(frozen=True)
 class WeightMap:
     """Checkpoint names -> parameters and slots.
@@ -170,6 +187,8 @@ class WeightMap:
         tied: checkpoint name -> the checkpoint name that it is the same tensor as. It may be left out of the
             checkpoint, and must be equal where it isn't.
         renamed: prefix -> prefix, tried in order before the rules; the first that fits is replaced.
+        kept: names that no part here takes, but speculation does (multi-token prediction).
+        fused: tensors that are read as several, by row; rules, `ignored` and `tied` know the several.
     """
 
     modules: Sequence[Loadable]
@@ -177,6 +196,16 @@ class WeightMap:
     ignored: Sequence[str] = ()
     tied: Mapping[str, str] = field(default_factory=dict[str, str])
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    fused: Fused = field(default_factory=dict[str, Mapping[str, int]])
+    kept: Sequence[str] = ()
+
+    def pieces(self, name: str) -> dict[str, int]:
+        """Names and rows of what a checkpoint's tensor holds, by its canonical name; empty where it is one."""
+        for pattern, pieces in self._fused:
+            match = pattern.fullmatch(name)
+            if match:
+                return {_fill(piece, match.groups()): rows for piece, rows in pieces.items()}
+        return {}
 
     def canonical(self, name: str) -> str:
         for old, new in self.renamed.items():
@@ -185,17 +214,27 @@ class WeightMap:
         return name
 
     def is_ignored(self, name: str) -> bool:
-        return any(pattern.fullmatch(name) for pattern in self._ignored)
+        """Whether a load passes it by."""
+        return any(pattern.fullmatch(name) for pattern in self._ignored) or self.is_kept(name)
+
+    def is_kept(self, name: str) -> bool:
+        return any(pattern.fullmatch(name) for pattern in self._kept)
 
     def find(self, name: str) -> Target | None:
         """The place of a checkpoint tensor (by its canonical name); None when no rule or no parameter fits."""
+        if name not in self._places:
+            self._places[name] = self._find(name)
+        return self._places[name]
+
+    def _find(self, name: str) -> Target | None:
         for pattern, target in self._rules:
             match = pattern.fullmatch(name)
             if match:
                 parameter, _, slot = _fill(target, match.groups()).partition(":")
                 if parameter in self._parameters:
                     module, found = self._parameters[parameter]
-                    return Target(module, found, found.slot(slot))
+                    place = found.find(slot)
+                    return None if place is None else Target(module, found, place)
         return None
 
     def checkpoint_name(self, parameter: Parameter, slot_name: str) -> str:
@@ -204,8 +243,17 @@ class WeightMap:
         for source, target in self.rules.items():
             match = _pattern(target).fullmatch(wanted)
             if match:
-                return _fill(source, match.groups())
+                return self._holder(_fill(source, match.groups()))
         return wanted
+
+    def _holder(self, name: str) -> str:
+        """The fused tensor that holds this one, or itself."""
+        for holder, pieces in self.fused.items():
+            for piece in pieces:
+                match = _pattern(piece).fullmatch(name)
+                if match:
+                    return _fill(holder, match.groups())
+        return name
 
     @property
     def weight_bytes(self) -> int:
@@ -217,12 +265,25 @@ class WeightMap:
         return {parameter.name: (module, parameter) for module in self.modules for parameter in module.parameters}
 
     @cached_property
+    def _places(self) -> dict[str, Target | None]:
+        """What `find` has found: a loader asks several times, of tens of thousands of experts' tensors."""
+        return {}
+
+    @cached_property
     def _rules(self) -> list[tuple[re.Pattern[str], str]]:
         return [(_pattern(source), target) for source, target in self.rules.items()]
 
     @cached_property
+    def _fused(self) -> list[tuple[re.Pattern[str], Mapping[str, int]]]:
+        return [(_pattern(name), pieces) for name, pieces in self.fused.items()]
+
+    @cached_property
     def _ignored(self) -> list[re.Pattern[str]]:
         return [_pattern(pattern) for pattern in self.ignored]
+
+    @cached_property
+    def _kept(self) -> list[re.Pattern[str]]:
+        return [_pattern(pattern) for pattern in self.kept]
 
 
 def _pattern(name: str) -> re.Pattern[str]:

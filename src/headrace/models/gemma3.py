@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from headrace.layers.attention import Attention
-from headrace.layers.decoder import ROTARY_NAMES, Decoder
+from headrace.layers.blocks import SandwichLayer
+from headrace.layers.decoder import QK_NORM_RULES, ROTARY_NAMES, SANDWICH_RULES, Decoder
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.mlp import Mlp
 from headrace.layers.norm import Norm
-from headrace.layers.port import Act, AttentionSpec, ForwardStep, Mixer, Projected
 from headrace.layers.rope import RopeSettings, rope_settings
 from headrace.layers.weights import WeightMap
 from headrace.layers.window import FULL, SLIDING, layer_kinds
@@ -37,24 +33,7 @@ DEFAULTS = {
 
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
-RULES = {
-    "model.embed_tokens.weight": "embed.weight",
-    "model.layers.*.input_layernorm.weight": "layers.*.input_norm.weight",
-    "model.layers.*.self_attn.q_proj.*": "layers.*.attention.qkv.*:q",
-    "model.layers.*.self_attn.k_proj.*": "layers.*.attention.qkv.*:k",
-    "model.layers.*.self_attn.v_proj.*": "layers.*.attention.qkv.*:v",
-    "model.layers.*.self_attn.o_proj.*": "layers.*.attention.out.*",
-    "model.layers.*.self_attn.q_norm.weight": "layers.*.attention.q_norm.weight",
-    "model.layers.*.self_attn.k_norm.weight": "layers.*.attention.k_norm.weight",
-    "model.layers.*.post_attention_layernorm.weight": "layers.*.attention_post_norm.weight",
-    "model.layers.*.pre_feedforward_layernorm.weight": "layers.*.mlp_norm.weight",
-    "model.layers.*.mlp.gate_proj.*": "layers.*.mlp.gate_up.*:gate",
-    "model.layers.*.mlp.up_proj.*": "layers.*.mlp.gate_up.*:up",
-    "model.layers.*.mlp.down_proj.*": "layers.*.mlp.down.*",
-    "model.layers.*.post_feedforward_layernorm.weight": "layers.*.mlp_post_norm.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
-}
+RULES = {**SANDWICH_RULES, **QK_NORM_RULES}
 
 VISION_NAMES = (
     "model.vision_tower.**",
@@ -72,49 +51,11 @@ RENAMED = {
 """Prefixes of the language model in multimodal checkpoints, older and newer."""
 
 
-class Gemma3Layer:
-    """Norms before and after each block: x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
-
-    def __init__(
-        self,
-        *,
-        input_norm: Norm,
-        attention: Attention,
-        attention_post_norm: Norm,
-        mlp_norm: Norm,
-        mlp: Mlp,
-        mlp_post_norm: Norm,
-    ) -> None:
-        self.input_norm = input_norm
-        self.attention = attention
-        self.attention_post_norm = attention_post_norm
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.mlp_post_norm = mlp_post_norm
-        input_norm.feed(attention.qkv)
-        mlp_norm.feed(mlp.gate_up)
-
-    @property
-    def spec(self) -> AttentionSpec:
-        return self.attention.spec
-
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Projected, Tensor]:
-        act, residual = self.input_norm(partial, residual)
-        return self.attention.project(act, step), residual
-
-    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
-        return mixer(mixer_input, self.attention.wanted)
-
-    def after(self, mixed: Act, residual: Tensor) -> tuple[None, Tensor]:
-        residual = self.attention_post_norm.settle(self.attention.output(mixed), residual)
-        act, residual = self.mlp_norm(None, residual)
-        return None, self.mlp_post_norm.settle(self.mlp(act), residual)
-
-
 class Gemma3Model(Decoder):
     """The text model, also of multimodal checkpoints; images are not read."""
 
     model_types = ("gemma3_text", "gemma3")
+    layer_kinds = frozenset({"full", "window"})
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         text, is_tied = _text_config(config)
@@ -173,7 +114,7 @@ def _rope_settings(config: HfConfig, kind: str) -> RopeSettings:
     return rope_settings({**config, "rope_scaling": None, **local}, default_theta=LOCAL_THETA)
 
 
-def _layer(config: HfConfig, factory: LayerFactory, name: str, *, kind: str) -> Gemma3Layer:
+def _layer(config: HfConfig, factory: LayerFactory, name: str, *, kind: str) -> SandwichLayer:
     hidden_size, head_dim = config.integer("hidden_size"), config.head_dim()
     eps = config.number("rms_norm_eps", 1e-6)
     has_bias = config.flag("attention_bias", False)
@@ -181,7 +122,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str, *, kind: str) -> 
     def norm(part: str) -> Norm:
         return factory.norm(f"{name}.{part}", hidden_size, eps=eps, plus_one=True)
 
-    return Gemma3Layer(
+    return SandwichLayer(
         input_norm=norm("input_norm"),
         attention=factory.attention(
             f"{name}.attention",

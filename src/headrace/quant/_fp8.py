@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.kernels.act_mul import Activation
+from headrace.kernels.act_mul_quantise import act_mul_quantise
 from headrace.kernels.fp8_linear import dequantised_weight, fp8_linear
+from headrace.kernels.gated_linear import gated_linear
+from headrace.kernels.moe.port import Stacked
 from headrace.kernels.quantise import FP8, FP8_MAX, TINY, Form, Quantised, quantise, to_fp8
 from headrace.quant.port import ActLike, PreparedWeight
 
@@ -58,11 +62,29 @@ class Fp8Recipe:
         out_dtype = out_dtype or prepared.dtype
         return fp8_linear(quantised, prepared.weight, prepared.scales, prepared.bias, out_dtype=out_dtype)
 
+    def gated(self, act: ActLike, prepared: PreparedWeight, kind: Activation, *, form: Form) -> Quantised:
+        """The contract of `GatedRecipe`."""
+        assert isinstance(prepared, Fp8Weight)
+        if prepared.bias is not None:
+            return act_mul_quantise(self.linear(act, prepared), kind, form=form)
+        quantised = Quantised(act.data, act.scales) if act.data.dtype == FP8 else quantise(act.data, prepared.form)
+        return gated_linear(quantised, prepared.weight, prepared.scales, kind, form=form, dtype=prepared.dtype)
+
     def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
         """ids [n] int64 -> [n, in]; not for block scales, whose weights are no embeddings."""
         assert isinstance(prepared, Fp8Weight)
         scales = prepared.scales[ids] if prepared.scales.numel() > 1 else prepared.scales
         return dequantised_weight(prepared.weight[ids], scales).to(prepared.dtype)
+
+
+def stacked(weight: Tensor, scales: Tensor, bias: Tensor | None, form: Form) -> Stacked:
+    """weight: [experts, out, in] e4m3; scales: [experts, out, 1] or by block."""
+    return Stacked("fp8", weight, scales, bias, form)
+
+
+def by_expert_output(scales: Tensor, widths: Sequence[int]) -> Tensor:
+    """[experts, fused weights] -> one for each output. [experts, out, 1]"""
+    return torch.stack([by_output(of_expert, widths) for of_expert in scales])
 
 
 def check_scales(scales: Tensor, what: str) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.fp8_linear import BLOCK
+from headrace.kernels.moe.port import Stacked
 from headrace.kernels.quantise import FP8, Form
 from headrace.quant import _fp8
 from headrace.quant._fp8 import Fp8Weight
@@ -36,10 +37,27 @@ class Fp8Block(_fp8.Fp8Recipe):
             ValueError: the weight's inputs, or fused weights' outputs but the last one's, don't fill blocks.
         """
         weight = tensors["weight"]
-        if weight.shape[1] % BLOCK or any(width % BLOCK for width in widths[:-1]):
-            raise ValueError(
-                f"a weight of {weight.shape[1]} inputs and {list(widths)} outputs doesn't fill blocks of {BLOCK}:"
-                " choose a smaller tensor_parallel_size, or another checkpoint"
-            )
+        _check_blocks(weight.shape[1], widths)
         scales = _fp8.check_scales(tensors["weight_scale_inv"], "weight_scale_inv")
         return Fp8Weight(weight, scales, bias, Form("group", group=BLOCK), dtype)
+
+    def stack(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
+    ) -> Stacked:
+        """weight [experts, out, in]; scales [experts, blocks, blocks].
+
+        Raises:
+            ValueError: as `load`.
+        """
+        weight = tensors["weight"]
+        _check_blocks(weight.shape[2], widths)
+        scales = _fp8.check_scales(tensors["weight_scale_inv"], "weight_scale_inv")
+        return _fp8.stacked(weight, scales, bias, Form("group", group=BLOCK))
+
+
+def _check_blocks(in_features: int, widths: Sequence[int]) -> None:
+    if in_features % BLOCK or any(width % BLOCK for width in widths[:-1]):
+        raise ValueError(
+            f"a weight of {in_features} inputs and {list(widths)} outputs doesn't fill blocks of {BLOCK}:"
+            " choose a smaller tensor_parallel_size, or another checkpoint"
+        )

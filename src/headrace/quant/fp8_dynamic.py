@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from headrace.kernels.moe.port import Stacked
 from headrace.kernels.quantise import FP8, Form
 from headrace.quant import _fp8
 from headrace.quant._fp8 import Fp8Weight
@@ -40,3 +41,11 @@ class Fp8Dynamic(_fp8.Fp8Recipe):
         scales = _fp8.check_scales(tensors["weight_scale"], "weight_scale")
         scales = scales if self.by_output else _fp8.by_output(scales, widths)
         return Fp8Weight(tensors["weight"], scales, bias, Form("token"), dtype)
+
+    def stack(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
+    ) -> Stacked:
+        """weight [experts, out, in]; scales [experts, out, 1] or [experts, fused weights]."""
+        scales = _fp8.check_scales(tensors["weight_scale"], "weight_scale")
+        scales = scales if self.by_output else _fp8.by_expert_output(scales, widths)
+        return _fp8.stacked(tensors["weight"], scales, bias, Form("token"))

@@ -8,6 +8,7 @@ promise, so there is nothing to choose by the number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._native import processor_features
+from headrace.kernels.moe.port import Stacked
 from headrace.kernels.packed_linear import Packed, can_pack, pack, packed_linear, packed_rows
 from headrace.quant._plain import FromPlain
 from headrace.quant.port import ActLike, PreparedWeight
@@ -78,6 +80,12 @@ class Dense(FromPlain):
         elif product == "torch_float32":
             held = weight.float()
         return DenseWeight(product, held, bias, weight.dtype, *weight.shape)
+
+    def stack(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
+    ) -> Stacked:
+        """weight [experts, out, in]."""
+        return Stacked("plain", tensors["weight"], bias=bias)
 
     def linear(self, act: ActLike, prepared: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
         """[tokens, in] -> [tokens, out]"""

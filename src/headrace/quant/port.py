@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.quantise import Form
+from headrace.kernels.act_mul import Activation
+from headrace.kernels.moe.port import Stacked
+from headrace.kernels.quantise import Form, Quantised
 
 
 class ActLike(Protocol):
@@ -50,6 +52,32 @@ class Stored:
     """The block's height; None is everything, and the tensor [1]."""
     columns: int | None = 1
     """The block's width; None is everything, and the tensor [..., 1]."""
+    inner: tuple[int, ...] = ()
+    """Dimensions of one entry: the bytes that hold a block's codes."""
+    is_scale: bool = False
+    """Whether its entries are what codes are multiplied with, as exponents."""
+
+
+@runtime_checkable
+class ExpertsRecipe(Protocol):
+    """One way to store the weights of experts, stacked by expert. Stateless; a recipe of linears may be one too."""
+
+    def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
+        """The tensors of one expert's weight, as of a linear's."""
+        ...
+
+    def stack(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype
+    ) -> Stacked:
+        """One product's weights of all experts.
+
+        Args:
+            tensors: by the name in `stored`, with the experts as first dimension; as of a linear else.
+            bias: [experts, out].
+            widths: outputs of each weight that is fused; [1] tensors have an entry for each: [experts, fused].
+            dtype: of the model's plain weights.
+        """
+        ...
 
 
 class Recipe(Protocol):
@@ -88,4 +116,13 @@ class Recipe(Protocol):
 
         What an embedding whose table is also the head's weight reads, so that the table is held once.
         """
+        ...
+
+
+@runtime_checkable
+class GatedRecipe(Protocol):
+    """A recipe of linears that knows the first half of a gated MLP as one operation."""
+
+    def gated(self, act: ActLike, prepared: PreparedWeight, kind: Activation, *, form: Form) -> Quantised:
+        """[tokens, in] times a weight [2 * features, in], gates first; then activation(gate) * up in `form`."""
         ...

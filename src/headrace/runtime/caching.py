@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headrace.config.kv import DEFAULT_RETENTION_PRIORITY
 from headrace.config.llm_args import LlmArgs
 from headrace.kvcache.settings import CacheSettings
 from headrace.runtime.settle import Settled
 from headrace.seam import EngineFacts
+from headrace.types import DEFAULT_PRIORITY
 
 
 def cache_settings(args: LlmArgs, facts: EngineFacts, settled: Settled) -> CacheSettings:
@@ -20,7 +20,7 @@ def cache_settings(args: LlmArgs, facts: EngineFacts, settled: Settled) -> Cache
         copy_on_partial_reuse=kv.copy_on_partial_reuse,
         reuse_policy=kv.block_reuse_config.policy,
         max_num_turns=kv.block_reuse_config.max_num_turns,
-        offload_min_priority=DEFAULT_RETENTION_PRIORITY if least is None else least,
+        offload_min_priority=DEFAULT_PRIORITY if least is None else least,
         fingerprint=facts.fingerprint,
         max_tokens_in_flight=settled.demand.max_tokens_in_flight,
         event_buffer_size=kv.event_buffer_max_size,

@@ -21,13 +21,16 @@ WAIT_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 STDIN = 0
 
 
-def start_child(module: str, order: bytes, *, capture_stderr: bool = False) -> subprocess.Popen[bytes]:
-    """`python -m module`, with `order` and a newline on its standard input."""
+def start_child(
+    module: str, order: bytes, *, capture_stderr: bool = False, descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """`python -m module`, with `order` and a newline on its standard input; it inherits `descriptors`."""
     child = subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE if capture_stderr else None,
         env={**WAIT_POLICY, **os.environ},
+        pass_fds=descriptors,
         start_new_session=True,  # Ctrl-C reaches the parent, which ends its children in order
     )
     assert child.stdin is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace import wire
@@ -68,20 +67,20 @@ def open_core(args: LlmArgs, engine: EnginePort) -> Core:
         connect = _connector(args, facts, settled)
         with phase("allocating the KV cache"):
             engine.allocate(settled.sizes)
+        caches = [
+            KvCache(
+                facts.groups,
+                settled.sizes,
+                cache_settings(args, facts, settled),
+                section=section,
+                num_sections=facts.num_sections,
+            )
+            for section in range(facts.num_sections)
+        ]
     except BaseException:
-        engine.close()
+        engine.close()  # the disk tier's files among others: the next one to start may want them
         raise
     log.info("%s", settled.table)
-    caches = [
-        KvCache(
-            facts.groups,
-            settled.sizes,
-            cache_settings(args, facts, settled),
-            section=section,
-            num_sections=facts.num_sections,
-        )
-        for section in range(facts.num_sections)
-    ]
     log.info("%s", reuse_of(caches[0].settings, facts.groups).text)
     return Core(engine, facts, settled, Scheduler(settled.scheduler, caches, connect=connect))
 
@@ -107,6 +106,7 @@ def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: flo
         model_type=core.facts.model_type,
         vocab_size=core.facts.vocab_size,
         num_valid_ids=core.facts.num_valid_ids,
+        hidden_size=core.facts.hidden_size,
         max_seq_len=settings.max_seq_len,
         max_num_tokens=settings.max_num_tokens,
         max_batch_size=settings.max_batch_size,
@@ -117,10 +117,9 @@ def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: flo
         reuse=wire.ReuseInfo(
             granularity=reuse.granularity, event_buffer=cache.event_buffer_size if reuse.granularity else 0
         ),
-        memory=core.settled.memory.as_dict(),
-        settings=as_dict(args, everything=True),
-        startup_s=time.monotonic() - started_s,
+        startup=wire.Startup(
+            memory=core.settled.memory.as_dict(),
+            settings=as_dict(args, everything=True),
+            seconds=time.monotonic() - started_s,
+        ),
     )
-
-
-EngineFactory = Callable[[], EnginePort]

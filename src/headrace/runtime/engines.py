@@ -6,6 +6,7 @@ from headrace.config.llm_args import LlmArgs
 from headrace.engine.engine import Engine
 from headrace.hub.config import read_config, text_config
 from headrace.hub.source import ModelSource
+from headrace.runtime.grammars import compiler_opener
 from headrace.runtime.ranks import RankGroup
 from headrace.seam import EnginePort
 from headrace.text.load import load_tokenizer
@@ -15,9 +16,10 @@ from headrace.text.tokenizer import check_vocabulary
 def make_engine(args: LlmArgs, source: ModelSource) -> EnginePort:
     check_ranks(args, source)
     num_valid_ids = None if args.skip_tokenizer_init else tokenizer_size(args, source)
+    open_compiler = compiler_opener(args, source)
     if args.tensor_parallel_size > 1:
         return RankGroup(args, source, size=args.tensor_parallel_size, num_valid_ids=num_valid_ids)
-    return Engine(args, source, num_valid_ids=num_valid_ids)
+    return Engine(args, source, num_valid_ids=num_valid_ids, open_compiler=open_compiler)
 
 
 def check_ranks(args: LlmArgs, source: ModelSource) -> None:

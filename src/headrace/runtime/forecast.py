@@ -18,14 +18,12 @@ from headrace.hub.rank_share import (
     stages,
     weight_bytes,
 )
-from headrace.hub.shape import AttentionShape, Form, ModelShape, Storage, activation_bytes
+from headrace.hub.shape import AttentionShape, Form, ModelShape, Storage, activation_bytes, graph_bytes, logits_bytes
 from headrace.hub.storage import quantised
 from headrace.runtime.gpus import Device
 from headrace.runtime.settle import NoRoom, Settled, length_limit, settle
 from headrace.seam import EngineFacts
 
-GRAPH_BYTES = 10 << 20
-"""About what one captured batch size takes."""
 FP8 = "fp8"
 MIN_STEP_TOKENS = 2048
 
@@ -140,7 +138,7 @@ def _settled(args: LlmArgs, facts: EngineFacts, device: Device) -> tuple[Settled
             f" for itself, and {device.name} has {device.memory_bytes:,}"
         )
     try:
-        return settle(args, facts, graph_bytes=_graph_bytes(args, facts.device)), ""
+        return settle(args, facts), ""
     except NoRoom as error:
         return None, str(error)
 
@@ -148,6 +146,7 @@ def _settled(args: LlmArgs, facts: EngineFacts, device: Device) -> tuple[Settled
 def _facts(
     args: LlmArgs, shape: ModelShape, spread: Spread, groups: tuple[PlannedGroup, ...], held_bytes: int, dtype: str
 ) -> EngineFacts:
+    activations, graphs = _device_bytes(args, shape, spread.device.name, int(DTYPE_BITS[dtype]) // 8)
     return EngineFacts(
         model_type=shape.model_type,
         vocab_size=shape.vocab_size,
@@ -155,12 +154,8 @@ def _facts(
         max_position=shape.max_position,
         groups=tuple(group.spec for group in groups),
         weight_bytes=held_bytes,
-        activation_bytes=activation_bytes(
-            shape.hidden_size,
-            shape.intermediate_size,
-            max_num_tokens=args.max_num_tokens,
-            item_bytes=int(DTYPE_BITS[dtype]) // 8,
-        ),
+        activation_bytes=activations,
+        graph_bytes=graphs,
         free_bytes=spread.device.memory_bytes - spread.device.reserved_bytes - held_bytes,
         device=spread.device.name,
     )
@@ -193,11 +188,23 @@ def _cache_types(args: LlmArgs, shape: ModelShape, dtype: str) -> CacheTypes:
     )
 
 
-def _graph_bytes(args: LlmArgs, device: str) -> int:
+def _device_bytes(args: LlmArgs, shape: ModelShape, device: str, item_bytes: int) -> tuple[int, int]:
+    """-> (activations of a step, CUDA graphs)"""
+
+    def step(num_tokens: int) -> int:
+        return activation_bytes(
+            shape.hidden_size, shape.intermediate_size, max_num_tokens=num_tokens, item_bytes=item_bytes
+        )
+
+    if device.startswith("cpu"):
+        return step(args.max_num_tokens), 0
+    logits = logits_bytes(shape.vocab_size, num_rows=args.max_batch_size, item_bytes=item_bytes)
     graphs = args.cuda_graph_config
-    if device.startswith("cpu") or not isinstance(graphs, DecodeCudaGraphConfig):
-        return 0
-    return GRAPH_BYTES * sum(size <= args.max_batch_size for size in graphs.capture_sizes())
+    sizes = graphs.capture_sizes() if isinstance(graphs, DecodeCudaGraphConfig) else []
+    sizes = [size for size in sizes if size <= args.max_batch_size]
+    return step(args.max_num_tokens) + logits, graph_bytes(
+        sizes, vocab_size=shape.vocab_size, step_bytes=step(max(sizes, default=0)), item_bytes=item_bytes
+    )
 
 
 # ---- what to turn down -----------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace import wire
 from headrace.runtime.stats import IterationStats, take_kv_events
@@ -14,10 +14,11 @@ from headrace.seam import EnginePort
 IDLE_WAIT_S = 0.5
 """Longest sleep with nothing to do; an arriving message ends it."""
 HELD_WAIT_S = 0.001
+"""Sleep when requests wait for something else than a step (a fuller batch, blocks on their way)."""
+COMMAND_WAIT_SHARE, MAX_COMMAND_WAIT_S = 0.1, 0.05
+"""Only an empty plan hears of a command's end: it is asked for after a tenth more of the time that it has taken."""
 REST_S = 2.0
-"""Sleep when requests wait for something else than a step (a grammar, a fuller batch)."""
-
-
+"""Longest that the end waits for copies under way."""
 BEAT_PERIOD_S = 1.0
 """Longest silence while steps are made: by it front ends tell a long prompt from a stuck engine."""
 
@@ -53,6 +54,8 @@ class Loop:
         self.steps = 0
         self._stopping = False
         self._sent_s = 0.0
+        self._command_since_s: float | None = None
+        """Since when nothing but a command's end can bring a step."""
 
     def run(self) -> None:
         """Until a Shutdown message; raises what the engine raises."""
@@ -93,9 +96,14 @@ class Loop:
     def _patience(self) -> float:
         """How long the inbox may be waited for: not at all while steps can be made."""
         scheduler = self.scheduler
-        if not scheduler.has_work:
-            return IDLE_WAIT_S
-        return 0.0 if scheduler.num_in_flight or scheduler.num_active else HELD_WAIT_S
+        if scheduler.num_in_flight:
+            return 0.0
+        if not scheduler.has_only_commands:
+            self._command_since_s = None
+            return (0.0 if scheduler.num_active else HELD_WAIT_S) if scheduler.has_work else IDLE_WAIT_S
+        now_s = time.monotonic()
+        self._command_since_s = self._command_since_s or now_s
+        return min(max(HELD_WAIT_S, COMMAND_WAIT_SHARE * (now_s - self._command_since_s)), MAX_COMMAND_WAIT_S)
 
     def _handle(self, message: wire.Up) -> None:
         match message:
@@ -105,8 +113,13 @@ class Loop:
             case wire.Abort(ids, reason):
                 for request_id in ids:
                     self.scheduler.abort(request_id, reason)
-            case wire.GetStats():
-                self.link.reply(wire.Stats(self.stats.take()))
+            case wire.GetStats(drain):
+                records = self.stats.take() if drain else [self.stats.current(self.scheduler)]
+                self.link.reply(wire.Stats(records))
+            case wire.GetMetrics():
+                self.link.reply(self.stats.totals.snapshot(self.scheduler))
+            case wire.Profile():
+                self.link.reply(self._profile(message))
             case wire.GetKvEvents():
                 self.link.reply(wire.KvEvents(take_kv_events(self.scheduler)))
             case wire.GetPins(call):
@@ -118,3 +131,17 @@ class Loop:
                 self._stopping = True
             case wire.Hello():
                 pass  # the link knows its front ends
+
+    def _profile(self, wanted: wire.Profile) -> wire.Profiled:
+        """Steps go on until the engine has done it."""
+        args = {
+            "label": time.strftime("%Y%m%d-%H%M%S"),
+            "num_steps": wanted.num_steps,
+            "start_step": wanted.start_step,
+            "activities": wanted.activities,
+        }
+        done: list[dict[str, Any]] = []
+        self.scheduler.commands.begin("start_profile" if wanted.start else "stop_profile", args, done.append)
+        while not done:
+            self.step()
+        return wire.Profiled(**done[0])

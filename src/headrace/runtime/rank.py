@@ -10,6 +10,7 @@ from headrace.engine.engine import Engine
 from headrace.runtime import codec
 from headrace.runtime.children import end_with_parent, read_order
 from headrace.runtime.failure import failed
+from headrace.runtime.grammars import compiler_opener
 from headrace.runtime.packing import unpack_args, unpack_source
 from headrace.runtime.ranks import RankOrder
 
@@ -35,10 +36,12 @@ def main() -> None:
 
 def serve(order: RankOrder, socket: zmq.Socket[bytes]) -> None:
     """Until the controller goes away (`end_with_parent`)."""
+    args, source = unpack_args(order.args), unpack_source(order.source)
     engine = Engine(
-        unpack_args(order.args),
-        unpack_source(order.source),
+        args,
+        source,
         num_valid_ids=order.num_valid_ids,
+        open_compiler=compiler_opener(args, source),
         rank=order.rank,
         size=order.size,
         init_method=order.init_method,

@@ -45,6 +45,7 @@ class RankGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closed = False
         self._reports = ReportMerger(size)
+        self._commands = CommandMerger(size)
         meeting = f"file://{self._folder.name}/meeting"
         for rank in range(size):
             address = f"ipc://{self._folder.name}/rank-{rank}"
@@ -85,7 +86,12 @@ class RankGroup:
     def collect(self) -> StepResult:
         results = [self._expect(rank, codec.Done).result for rank in range(self.size)]
         finished, failed = self._reports.merge(results)
-        return dataclasses.replace(results[0], finished_copies=finished, failed_copies=failed)
+        return dataclasses.replace(
+            results[0],
+            finished_copies=finished,
+            failed_copies=failed,
+            finished_commands=self._commands.merge(results),
+        )
 
     def close(self) -> None:
         if self._closed:
@@ -167,6 +173,26 @@ class ReportMerger:
         return ints(finished), ints(failed)
 
 
+class CommandMerger:
+    """A command has ended when it has on all ranks; what it brought is the first error, or the last rank's result."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._results: dict[int, list[Any]] = {}
+
+    def merge(self, results: Sequence[StepResult]) -> dict[int, Any]:
+        """One step's results by rank. -> what has ended on all ranks"""
+        finished: dict[int, Any] = {}
+        for result in results:
+            for command, brought in result.finished_commands.items():
+                by_rank = self._results.setdefault(command, [])
+                by_rank.append(brought)
+                if len(by_rank) == self._size:
+                    del self._results[command]
+                    finished[command] = next((each for each in by_rank if each.get("error")), brought)
+        return finished
+
+
 class RankOrder(msgspec.Struct):
     """What a rank's process is told on its standard input."""
 
@@ -185,6 +211,7 @@ def _smallest(facts: Sequence[EngineFacts]) -> EngineFacts:
         facts[0],
         weight_bytes=max(each.weight_bytes for each in facts),
         activation_bytes=max(each.activation_bytes for each in facts),
+        graph_bytes=max(each.graph_bytes for each in facts),
         free_bytes=min(each.free_bytes for each in facts),
         copy_bytes_per_s=min(each.copy_bytes_per_s for each in facts),
     )

@@ -57,11 +57,8 @@ class Settled:
         return self.num_tokens // self.scheduler.tokens_per_block
 
 
-def settle(args: LlmArgs, facts: EngineFacts, *, graph_bytes: int = 0) -> Settled:
+def settle(args: LlmArgs, facts: EngineFacts) -> Settled:
     """Final sizes.
-
-    Args:
-        graph_bytes: what CUDA graphs will take.
 
     Raises:
         ValueError: a setting that contradicts the model.
@@ -69,7 +66,7 @@ def settle(args: LlmArgs, facts: EngineFacts, *, graph_bytes: int = 0) -> Settle
     """
     kv = args.kv_cache_config
     kv.check_groups(len(facts.groups))
-    room = _Room(args, facts, graph_bytes)
+    room = _Room(args, facts)
     budget = room.kv_budget_bytes
     limit = length_limit(args, facts)
     demand = demand_of(args)
@@ -115,10 +112,9 @@ def demand_of(args: LlmArgs) -> Demand:
 class _Room:
     """The memory of one rank, as it is given out: everything else first, then a share of the rest to the KV cache."""
 
-    def __init__(self, args: LlmArgs, facts: EngineFacts, graph_bytes: int) -> None:
+    def __init__(self, args: LlmArgs, facts: EngineFacts) -> None:
         self.args = args
         self.facts = facts
-        self.graph_bytes = graph_bytes
         self.state_bytes = sum(group.state_bytes for group in facts.groups)
         """Of one slot."""
         if facts.activation_bytes >= facts.free_bytes:
@@ -126,7 +122,7 @@ class _Room:
                 f"no memory for the KV cache: a step of max_num_tokens {args.max_num_tokens} takes"
                 f" {facts.activation_bytes:,} of the {facts.free_bytes:,} bytes that are free; lower max_num_tokens"
             )
-        self.free_bytes = max(facts.free_bytes - facts.activation_bytes - graph_bytes, 0)
+        self.free_bytes = max(facts.free_bytes - facts.activation_bytes - facts.graph_bytes, 0)
         self.max_batch_size = self._settle_batch()
         self.num_slots = num_slots(self.max_batch_size, args)
         self.slot_bytes = self.num_slots * self._bytes_a_slot()
@@ -224,13 +220,16 @@ class _Room:
         rows = [
             MemoryRow("weights", facts.weight_bytes),
             MemoryRow("activations", facts.activation_bytes, self.args.max_num_tokens, "a full step"),
-            MemoryRow("CUDA graphs", self.graph_bytes, note="" if self.graph_bytes else "none"),
+            MemoryRow("CUDA graphs", facts.graph_bytes, note="" if facts.graph_bytes else "none"),
             MemoryRow("slots", self.slot_bytes, note=f"{self.num_slots} for {self.max_batch_size} sequences"),
         ]
         if self.state_bytes:
             note = f"{self.state_bytes:,} bytes a sequence"
             rows.append(MemoryRow("recurrent states", self.states_bytes, note=note))
         rows += [*pools, MemoryRow("reserve", left)]
+        if facts.kept_bytes:
+            note = "mapped from the checkpoint, read when used"
+            rows.append(MemoryRow("weights for speculation", facts.kept_bytes, note=note, tier="host"))
         return MemoryTable(facts.device, tuple(rows + [row for row in (host, disk) if row is not None]))
 
 

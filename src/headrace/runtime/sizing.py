@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.kvcache.reuse import most_at_once
 from headrace.seam import GroupSpec
 
 DEFAULT_AVG_SEQ_LEN = 4096
@@ -35,10 +37,8 @@ class Demand:
         """The most blocks of a group that a sequence of any length holds at a time; None is no such bound."""
         if group.is_recurrent:
             return 2 if self.takes_snapshots else 1
-        if group.window is None:
-            return None
-        in_reach = group.window - 1 + self.max_tokens_in_flight
-        return self.blocks_of(in_reach) + 1 + self.blocks_of(group.sink_tokens)
+        most = most_at_once(group, self.max_tokens_in_flight, self.tokens_per_block)
+        return None if most == sys.maxsize else most
 
     def at_least(self, group: GroupSpec, length: int) -> int:
         """Blocks without which a lone sequence of this length could not run."""

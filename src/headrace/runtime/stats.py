@@ -7,32 +7,41 @@ from collections import deque
 from typing import Any
 
 from headrace.runtime.kv_stats import KvStats
+from headrace.runtime.totals import StepTotals
 from headrace.scheduler.scheduler import Scheduler
 from headrace.seam import StepResult
 
 
 class IterationStats:
-    """A ring of the last records; reading drains it. Switched off it costs one comparison a step."""
+    """A ring of the last records; reading drains it. Switched off, only the totals are kept."""
 
     def __init__(self, kv: KvStats, *, enabled: bool, max_iterations: int = 1000, print_log: bool = False) -> None:
+        self.totals = StepTotals()
         self._kv = kv
         self.enabled = enabled or print_log
         self._print = print_log
         self._ring: deque[dict[str, Any]] = deque(maxlen=None if max_iterations < 0 else max_iterations or 1)
         self._last_s = time.monotonic()
         self._completed = 0
+        self._result = StepResult(0, ())
 
     def take(self) -> list[dict[str, Any]]:
         records = list(self._ring)
         self._ring.clear()
         return records
 
+    def current(self, scheduler: Scheduler) -> dict[str, Any]:
+        """The state now, in the keys of a record; what happened in a step is the last one's."""
+        return build_record(scheduler, self._result, self._kv, latency_s=self.totals.last_s, in_steps=False)
+
     def record(self, scheduler: Scheduler, result: StepResult) -> None:
+        now_s = time.monotonic()
+        latency_s, self._last_s = now_s - self._last_s, now_s
+        self.totals.record(scheduler.counts, result, latency_s=latency_s)
+        self._result = result
         if not self.enabled:
             return
-        now_s = time.monotonic()
-        record = build_record(scheduler, result, self._kv, latency_s=now_s - self._last_s)
-        self._last_s = now_s
+        record = build_record(scheduler, result, self._kv, latency_s=latency_s)
         self._completed += scheduler.counts.num_ended
         self._ring.append(record)
         if self._print:
@@ -56,7 +65,10 @@ def take_kv_events(scheduler: Scheduler) -> list[dict[str, Any]]:
     ]
 
 
-def build_record(scheduler: Scheduler, result: StepResult, kv: KvStats, *, latency_s: float) -> dict[str, Any]:
+def build_record(
+    scheduler: Scheduler, result: StepResult, kv: KvStats, *, latency_s: float, in_steps: bool = True
+) -> dict[str, Any]:
+    """`in_steps`: it is one of the series, so what changed since the last one is told too."""
     counts, settings = scheduler.counts, scheduler.settings
     caches = [section.kv.stats for section in scheduler.sections]
     rows = counts.num_context_rows + counts.num_generation_rows
@@ -85,8 +97,9 @@ def build_record(scheduler: Scheduler, result: StepResult, kv: KvStats, *, laten
             "avgNumDecodedTokensPerIter": counts.num_generated / rows if rows else 0.0,
         },
         "forwardMS": result.forward_s * 1000,
+        "deviceIdleMS": result.idle_s * 1000,
     }
-    by_window = kv.iteration(caches)
+    by_window = kv.iteration(caches) if in_steps else None
     if by_window is not None:
         record["kvCacheIterationStats"] = by_window
     return record

@@ -19,12 +19,12 @@ class TokenCounts:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [pool rows, vocab]
+        self.pool = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [pool rows, vocab]
         self._free: list[int] = []
 
     @property
     def num_used(self) -> int:
-        return len(self._pool) - len(self._free)
+        return len(self.pool) - len(self._free)
 
     def take(self, history: Ints, *, prompt_len: int, ignored: int) -> int:
         """A pool row filled from all tokens so far; the first `ignored` prompt tokens are left out.
@@ -34,10 +34,10 @@ class TokenCounts:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        vocab_size = self._pool.shape[1]
+        vocab_size = self.pool.shape[1]
         counts = 2 * _occurrences(history[prompt_len:], vocab_size)
         counts += _occurrences(history[ignored:prompt_len], vocab_size) > 0
-        self._pool[row] = to_device(counts.astype(np.int32), self._device)
+        self.pool[row] = to_device(counts.astype(np.int32), self._device)
         return row
 
     def release(self, row: int) -> None:
@@ -46,7 +46,7 @@ class TokenCounts:
 
     def gather(self, rows: Tensor, pending: Tensor | None = None) -> Tensor:
         """Counts [rows, vocab] as a copy, as if `pending` [rows, n] (padded with -1) had been generated too."""
-        counts = self._pool.index_select(0, rows)
+        counts = self.pool.index_select(0, rows)
         if pending is not None:
             counts.scatter_add_(1, pending.clamp(min=0), (pending >= 0).int() * 2)
         return counts
@@ -54,13 +54,13 @@ class TokenCounts:
     def add(self, rows: Tensor, tokens: Tensor, accepted: Tensor) -> None:
         """Count generated tokens [rows, n] where `accepted` [rows, n] is true."""
         where = (rows[:, None].expand_as(tokens), tokens)
-        self._pool.index_put_(where, accepted.int() * 2, accumulate=True)
+        self.pool.index_put_(where, accepted.int() * 2, accumulate=True)
 
     def _grow(self) -> None:
-        old = self._pool
+        old = self.pool
         size = max(1, 2 * len(old))
-        self._pool = torch.zeros(size, old.shape[1], dtype=torch.int32, device=self._device)
-        self._pool[: len(old)] = old
+        self.pool = torch.zeros(size, old.shape[1], dtype=torch.int32, device=self._device)
+        self.pool[: len(old)] = old
         self._free.extend(range(len(old), size))
 
 

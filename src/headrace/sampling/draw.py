@@ -6,14 +6,23 @@ same tokens agree. Everything here takes rows of any part of a batch and returns
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.sampling.filters import Candidates, candidates, mask_min_p, scaled, survivors
-from headrace.sampling.state import RowParams
+from headrace.sampling.sampled import StepRows
+from headrace.sampling.state import MIN_P, RANKED, RowParams
 
 MAX_NARROW = 1024
 """Candidates that are selected without a full sort."""
+
+Draw = Callable[[Tensor, RowParams, Tensor], Tensor]
+"""(logits, parameters, noise) of some rows -> their tokens."""
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -75,3 +84,20 @@ def _draw_candidates(found: Candidates, uniform: Tensor) -> Tensor:
     num = found.ids.shape[1]
     drawn = by_id.values.gather(1, index.clamp(max=num - 1)[:, None])[:, 0]
     return torch.where(index < num, drawn, found.ids[:, 0])
+
+
+def ways(
+    step: StepRows, is_random: NDArray[np.bool_], top_k: NDArray[np.int64]
+) -> list[tuple[NDArray[np.bool_], Draw]]:
+    """Which rows are drawn how; the cheapest way that each row's own filters allow."""
+    is_ranked = step.features & RANKED != 0
+    is_any = is_random & ~is_ranked
+    if is_any.all():
+        return [(is_any, partial(draw_any, has_min_p=bool(step.any_features & MIN_P)))]
+    is_narrow = is_random & (top_k > 0) & (top_k <= MAX_NARROW)
+    return [
+        (is_any, partial(draw_any, has_min_p=bool(step.any_features & MIN_P))),
+        (is_narrow, partial(draw_top_k, num=int(top_k[is_narrow].max(initial=0)))),
+        (is_random & (top_k > MAX_NARROW), draw_sorted),
+        (is_random & is_ranked & (top_k == 0), draw_top_p),
+    ]

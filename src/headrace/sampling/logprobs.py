@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.sampling.filters import best_ids
-from headrace.sampling.rows import chunks
+from headrace.sampling.rows import Upload, chunks
 from headrace.seam import RowLogprobs
 
 FLOOR = -9999.0
@@ -25,11 +25,21 @@ class LogprobTensors:
     values: Tensor  # [positions, 1 + K] float32
     ranks: Tensor  # [positions] int64, 1 = most likely; ties go to the smaller id
 
-    def to_host(self) -> RowLogprobs:
+    def to_host(self) -> HostLogprobs:
+        return HostLogprobs(Upload(self.ids), Upload(self.values), Upload(self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """Log-probabilities on their way to the host."""
+
+    ids: Upload
+    values: Upload
+    ranks: Upload
+
+    def wait(self) -> RowLogprobs:
         return RowLogprobs(
-            ids=self.ids.cpu().numpy().astype(np.int32),
-            values=self.values.cpu().numpy(),
-            ranks=self.ranks.cpu().numpy().astype(np.int32),
+            ids=self.ids.wait().astype(np.int32), values=self.values.wait(), ranks=self.ranks.wait().astype(np.int32)
         )
 
 
@@ -79,8 +89,8 @@ def measure_in_chunks(
 
 def prompt_logprobs(
     logits_of: Callable[[slice], Tensor], targets: Tensor, k: int, *, vocab_size: int, num_valid_ids: int
-) -> RowLogprobs:
-    """Log-probabilities of a chunk's prompt tokens; the logits [tokens, vocab] never exist as a whole.
+) -> HostLogprobs:
+    """Log-probabilities of a chunk's prompt tokens; the logits [tokens, vocab] never exist as a whole. Doesn't wait.
 
     Args:
         logits_of: gives float32 logits [stop - start, vocab] of a slice of the chunk's positions. They are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,3 +61,22 @@ class RowGroup:
             values[part] = new
         else:
             values.index_copy_(0, self.index[part], new)
+
+
+class Upload:
+    """A tensor on its way to the host, behind all that was queued when this was made."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if not values.is_cuda:
+            self._host = values
+            return
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def wait(self) -> NDArray[Any]:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host.numpy()

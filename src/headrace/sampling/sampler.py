@@ -1,104 +1,49 @@
 """The sampler of one rank: from a step's logits to its tokens, vectorised over rows with parameters by slot.
 
 Order, for a row that has everything: ids past the tokenizer's are masked; raw log-probabilities; bias, bad words,
-repeated n-grams; penalties; stop ids before `min_len`; the caller's processors; then argmax, or temperature, min_p,
-top_k, top_p and the draw. Every stage touches the rows that need it only, and a batch of plain greedy rows is one
-argmax.
+repeated n-grams; penalties; stop ids before `min_len`; the caller's processors; the grammar; then argmax, or
+temperature, min_p, top_k, top_p and the draw. Every stage touches the rows that need it only, and a batch of plain
+greedy rows is one argmax.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.kernels.draw_rows import draw_rows
+from headrace.kernels.mask_logits import mask_logits
 from headrace.kernels.row_argmax import row_argmax
-from headrace.sampling.draw import MAX_NARROW, draw_any, draw_sorted, draw_top_k, draw_top_p
+from headrace.kernels.shape_logits import shape_logits
+from headrace.sampling.draw import ways
 from headrace.sampling.filters import filtered
+from headrace.sampling.grammar import Masks
 from headrace.sampling.history import LateTokens
-from headrace.sampling.logprobs import LogprobTensors, measure_in_chunks
+from headrace.sampling.logprobs import measure_in_chunks
 from headrace.sampling.noise import Purpose, uniform
 from headrace.sampling.penalties import mask_stop_ids, penalised
 from headrace.sampling.rows import RowGroup, to_device
+from headrace.sampling.sampled import Raw, Report, Sampled, StepRows
 from headrace.sampling.state import (
     ALTERED,
     LATE,
     LOGPROBS,
-    MIN_P,
     PENALTIES,
     PROCESSED,
     RANDOM,
     RANKED,
     SPECIAL,
     STOP_MASK,
-    RowParams,
     SlotParams,
 )
-from headrace.seam import HOST_TOKEN, Ints, RowLogprobs, SlotInit
+from headrace.seam import HOST_TOKEN, Ints, SlotInit
 
 HostSlots = NDArray[np.integer]
 """The slots of a call's rows [rows], as the plan has them on the host."""
-
-_Draw = Callable[[Tensor, RowParams, Tensor], Tensor]
-"""(logits, parameters, noise) of some rows -> their tokens."""
-
-
-class _Report(NamedTuple):
-    group: RowGroup
-    tensors: LogprobTensors
-
-
-class _Raw(NamedTuple):
-    """Raw logits kept for a report; the others may be read where they are."""
-
-    group: RowGroup
-    logits: Tensor  # [rows of the group, vocab]
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What one call brought, row by row. Tensors stay on the device; reading `logprobs` waits for it."""
-
-    tokens: Tensor  # [rows] int64
-    done: Tensor  # [rows] bool: a stop id, or the sequence has its full length; false where the host chooses
-    errors: dict[int, str]
-    """By row: this row's work failed; its token means nothing and isn't in the slot's history."""
-    reports: list[_Report]
-    num_logprobs: NDArray[np.int32]  # [rows] top K wanted, -1 for none
-
-    @cached_property
-    def logprobs(self) -> dict[int, RowLogprobs]:
-        """By row, for the slots that asked: one position each."""
-        found: dict[int, RowLogprobs] = {}
-        for report in self.reports:
-            host = report.tensors.to_host()
-            for place, row in enumerate(report.group.host.tolist()):
-                columns = slice(0, 1 + int(self.num_logprobs[row]))
-                at = slice(place, place + 1)
-                found[row] = RowLogprobs(host.ids[at, columns], host.values[at, columns], host.ranks[at])
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One call's rows: what the host knows of them, and their parameters on the device."""
-
-    slots: NDArray[np.int64]  # [rows]
-    features: NDArray[np.int32]  # [rows]
-    any_features: int
-    params: RowParams
-    lengths: Tensor  # [rows] int64
-    pending: Tensor | None  # [rows, n] int64, padded with -1
-    errors: dict[int, str] = field(default_factory=dict)
-
-    def where(self, feature: int) -> RowGroup:
-        return RowGroup.where(self.features & feature != 0, self.lengths.device)
 
 
 class Sampler:
@@ -109,11 +54,21 @@ class Sampler:
     Calls come from one thread and, on a GPU, from one stream.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, *, num_valid_ids: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        *,
+        num_valid_ids: int,
+        device: torch.device | str,
+        by_kernels: bool | None = None,
+    ) -> None:
+        """Args: by_kernels: rules and draws by the kernels that need nothing from the host; None: on a GPU."""
         assert 0 < num_valid_ids <= vocab_size
         self.vocab_size = vocab_size
         self.num_valid_ids = num_valid_ids
         self.device = torch.device(device)
+        self._by_kernels = self.device.type == "cuda" if by_kernels is None else by_kernels
         self.state = SlotParams(num_slots, vocab_size, device=self.device)
 
     def begin(self, init: SlotInit) -> None:
@@ -136,6 +91,7 @@ class Sampler:
         row_flags: Ints | None = None,
         *,
         host_slots: HostSlots | None = None,
+        masks: Masks | None = None,
     ) -> Sampled:
         """One token a row, remembered for the slots but in HOST_TOKEN rows, where the host chooses.
 
@@ -145,9 +101,10 @@ class Sampler:
             lengths: int64 or int32 [rows], tokens of the sequence (prompt and output) before the sampled one.
             row_flags: the seam's row flags [rows], on the host; None is no HOST_TOKEN.
             host_slots: the same numbers as `slots`, on the host; without them they are read back.
+            masks: what the grammars of some rows allow.
         """
         host = _host_slots(slots, host_slots)
-        sampled = self.choose(logits, slots, lengths, host_slots=host)
+        sampled = self.choose(logits, slots, lengths, host_slots=host, masks=masks)
         by_host = None
         if row_flags is not None:
             by_host = (row_flags & HOST_TOKEN) != 0
@@ -166,6 +123,7 @@ class Sampler:
         host_slots: HostSlots | None = None,
         pending: Tensor | None = None,
         purpose: Purpose = Purpose.SAMPLE,
+        masks: Masks | None = None,
     ) -> Sampled:
         """One token a row, nothing remembered. Arguments as in `sample`, but a slot may stand in several rows.
 
@@ -178,19 +136,101 @@ class Sampler:
         host = _host_slots(slots, host_slots)
         features = self.state.features[host]
         any_features = int(np.bitwise_or.reduce(features, initial=0))
+        if self._by_kernels and pending is None and any_features:
+            return self._choose_by_kernels(logits, slots, lengths.long(), host, purpose=purpose, masks=masks)
         if any_features:
             logits = logits.float()
-        step = _Step(host, features, any_features, self.state.rows(slots), lengths.long(), pending)
+        step = StepRows(host, features, any_features, self.state.rows(slots), lengths.long(), pending)
         self._mask_padding(logits)
         raw = self._keep_raw(step, logits)
         if any_features & ALTERED:
             self._alter(step, logits)
+            if masks is not None:
+                mask_logits(logits, masks.rows, masks.bits)
             self._mask_padding(logits)  # whatever a processor wrote there
         tokens = self._tokens(step, logits, purpose)
-        reports: list[_Report] = []
+        reports: list[Report] = []
         if any_features & LOGPROBS:
             reports = self._report(step, logits, tokens, raw)
         return Sampled(tokens, _done(step, tokens), step.errors, reports, self.state.num_logprobs[host])
+
+    def _choose_by_kernels(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        host: NDArray[np.int64],
+        *,
+        purpose: Purpose,
+        masks: Masks | None,
+    ) -> Sampled:
+        """`choose` where only the late rules of few rows need the host."""
+        features = self.state.features[host]
+        any_features = int(np.bitwise_or.reduce(features, initial=0))
+        step = StepRows(host, features, any_features, self.state.rows(slots), lengths, None)
+        self._mask_padding(logits)
+        shaped = logits
+        if any_features & ALTERED:
+            shaped = shape_logits(logits, slots, lengths, self.state.table, num_valid=self.num_valid_ids)
+            self._alter_late(step, shaped)
+            if masks is not None:
+                mask_logits(shaped, masks.rows, masks.bits)
+            self._mask_padding(shaped)
+        is_random = any_features & RANDOM
+        tokens = (
+            draw_rows(shaped, slots, lengths, self.state.table, purpose=purpose) if is_random else row_argmax(shaped)
+        )
+        reports: list[Report] = []
+        if any_features & LOGPROBS:
+            is_raw = (features & LOGPROBS != 0) & (features & PROCESSED == 0) & (features & ALTERED != 0)
+            group = RowGroup.where(is_raw, self.device)
+            raw = Raw(group, group.take(logits).float()) if is_raw.any() else None
+            reports = self._report(step, shaped.float(), tokens, raw)
+        return Sampled(tokens, _done(step, tokens), step.errors, reports, self.state.num_logprobs[host])
+
+    def choose_captured(self, logits: Tensor, slots: Tensor, lengths: Tensor, *, is_shaped: bool) -> Tensor:
+        """`choose` for rows of any slots without late rules, all on the device: what a CUDA graph may hold.
+
+        Args:
+            logits: [rows, vocab], contiguous, of any float dtype; left as they are but for padding ids.
+            is_shaped: whether a row is drawn or has rules.
+        """
+        self._mask_padding(logits)
+        if not is_shaped:
+            return row_argmax(logits)
+        table = self.state.table
+        shaped = shape_logits(logits, slots, lengths, table, num_valid=self.num_valid_ids)
+        return draw_rows(shaped, slots, lengths, table, purpose=Purpose.SAMPLE)
+
+    def report(self, logits: Tensor, tokens: Tensor, *, host_slots: HostSlots) -> Sampled:
+        """Raw log-probabilities of tokens that were chosen without them; `done` is all false.
+
+        Args:
+            logits: [rows, vocab] as `choose_captured` left them.
+            tokens: int64 [rows].
+        """
+        host = host_slots.astype(np.int64)
+        features = self.state.features[host] & LOGPROBS
+        step = StepRows(host, features, LOGPROBS, self.state.rows(tokens.new_zeros(0)), tokens, None)
+        done = torch.zeros_like(tokens, dtype=torch.bool)
+        reports: list[Report] = []
+        if features.any():
+            group = step.where(LOGPROBS)
+            reports.append(self._measure(step, tokens, group, lambda part: group.take(logits, part).float()))
+        return Sampled(tokens, done, {}, reports, self.state.num_logprobs[host])
+
+    def _alter_late(self, step: StepRows, logits: Tensor) -> None:
+        """Rules that look at the tokens so far, on the rows that have them."""
+        for row in np.flatnonzero(step.features & SPECIAL).tolist():
+            special = self.state.specials[int(step.slots[row])]
+            if special.error:
+                step.errors[row] = special.error
+                continue
+            special.ban_late(logits[row], ())
+            if special.processors:
+                error = special.process(logits[row], ())
+                if error:
+                    step.errors[row] = error
 
     def commit(
         self,
@@ -238,7 +278,7 @@ class Sampler:
         if self.num_valid_ids < self.vocab_size:
             logits[:, self.num_valid_ids :] = -torch.inf
 
-    def _keep_raw(self, step: _Step, logits: Tensor) -> _Raw | None:
+    def _keep_raw(self, step: StepRows, logits: Tensor) -> Raw | None:
         """A copy of the raw logits of the rows that report them and are about to be rewritten."""
         if not (step.any_features & LOGPROBS and step.any_features & ALTERED):
             return None
@@ -247,9 +287,9 @@ class Sampler:
         if not mask.any():
             return None
         group = RowGroup.where(mask, self.device)
-        return _Raw(group, logits.clone() if group.index is None else group.take(logits))
+        return Raw(group, logits.clone() if group.index is None else group.take(logits))
 
-    def _alter(self, step: _Step, logits: Tensor) -> None:
+    def _alter(self, step: StepRows, logits: Tensor) -> None:
         pending_lists: dict[int, list[int]] = {}
         special_rows = np.flatnonzero(step.features & SPECIAL).tolist()
         if special_rows and step.pending is not None and step.any_features & LATE:
@@ -275,7 +315,7 @@ class Sampler:
                 if error:
                     step.errors[row] = error
 
-    def _penalise(self, step: _Step, logits: Tensor) -> None:
+    def _penalise(self, step: StepRows, logits: Tensor) -> None:
         group = step.where(PENALTIES)
         for part in group.parts(self.vocab_size):
             params = step.params.take(group, part)
@@ -290,14 +330,14 @@ class Sampler:
             )
             group.put(logits, result, part)
 
-    def _tokens(self, step: _Step, logits: Tensor, purpose: Purpose) -> Tensor:
+    def _tokens(self, step: StepRows, logits: Tensor, purpose: Purpose) -> Tensor:
         if not step.any_features & RANDOM:
             return row_argmax(logits)
         noise = uniform(step.params.seed, step.lengths, purpose)
         is_random = step.features & RANDOM != 0
         tokens = noise.new_empty(len(noise), dtype=torch.int64) if is_random.all() else row_argmax(logits)
         top_k = self.state.top_k[step.slots]
-        for mask, draw in _draws(step, is_random, top_k):
+        for mask, draw in ways(step, is_random, top_k):
             if not mask.any():
                 continue
             group = RowGroup.where(mask, self.device)
@@ -306,12 +346,12 @@ class Sampler:
                 group.put(tokens, drawn, part)
         return tokens
 
-    def _report(self, step: _Step, logits: Tensor, tokens: Tensor, raw: _Raw | None) -> list[_Report]:
+    def _report(self, step: StepRows, logits: Tensor, tokens: Tensor, raw: Raw | None) -> list[Report]:
         """Log-probabilities of three kinds of rows: kept raw copies, what was drawn from, logits as they are now."""
         wants = step.features & LOGPROBS != 0
         is_drawn = wants & (step.features & PROCESSED != 0) & (step.features & RANDOM != 0)
         as_they_are = wants & ~is_drawn
-        reports: list[_Report] = []
+        reports: list[Report] = []
         if raw is not None:
             as_they_are[raw.group.host] = False
             reports.append(self._measure(step, tokens, raw.group, lambda part: raw.logits[part]))
@@ -328,29 +368,13 @@ class Sampler:
             reports.append(self._measure(step, tokens, drawn, distribution))
         return reports
 
-    def _measure(self, step: _Step, tokens: Tensor, group: RowGroup, logits_of: Callable[[slice], Tensor]) -> _Report:
+    def _measure(self, step: StepRows, tokens: Tensor, group: RowGroup, logits_of: Callable[[slice], Tensor]) -> Report:
         k = min(int(self.state.num_logprobs[step.slots[group.host]].max()), self.num_valid_ids)
-        return _Report(group, measure_in_chunks(logits_of, group.take(tokens), k, vocab_size=self.vocab_size))
+        found = measure_in_chunks(logits_of, group.take(tokens), k, vocab_size=self.vocab_size)
+        return Report(group, found.to_host())
 
 
-def _draws(
-    step: _Step, is_random: NDArray[np.bool_], top_k: NDArray[np.int64]
-) -> list[tuple[NDArray[np.bool_], _Draw]]:
-    """Which rows are drawn how; the cheapest way that each row's own filters allow."""
-    is_ranked = step.features & RANKED != 0
-    is_any = is_random & ~is_ranked
-    if is_any.all():
-        return [(is_any, partial(draw_any, has_min_p=bool(step.any_features & MIN_P)))]
-    is_narrow = is_random & (top_k > 0) & (top_k <= MAX_NARROW)
-    return [
-        (is_any, partial(draw_any, has_min_p=bool(step.any_features & MIN_P))),
-        (is_narrow, partial(draw_top_k, num=int(top_k[is_narrow].max(initial=0)))),
-        (is_random & (top_k > MAX_NARROW), draw_sorted),
-        (is_random & is_ranked & (top_k == 0), draw_top_p),
-    ]
-
-
-def _done(step: _Step, tokens: Tensor) -> Tensor:
+def _done(step: StepRows, tokens: Tensor) -> Tensor:
     """[rows] bool: the sequence ends with this token."""
     params = step.params
     length = step.lengths + 1

@@ -29,12 +29,20 @@ class Specials:
     history: TokenHistory | None = None
     processors: tuple[Processor, ...] = ()
 
+    @property
+    def has_biases(self) -> bool:
+        return self.bias is not None or self.banned is not None
+
     def shape(self, row: Tensor, pending: Sequence[int]) -> None:
         """Bias, bad words and repeated n-grams on one row of logits [vocab], in place; before the penalties."""
         if self.bias is not None:
             row.index_add_(0, *self.bias)
         if self.banned is not None:
             row.index_fill_(0, self.banned, -math.inf)
+        self.ban_late(row, pending)
+
+    def ban_late(self, row: Tensor, pending: Sequence[int]) -> None:
+        """The share of `shape` that the tokens so far decide. Bans, so that it may come after the penalties too."""
         if self.history is None:
             return
         late = [*self.history.repeating(pending), *self.history.completing(self.words, pending)]

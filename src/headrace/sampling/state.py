@@ -10,6 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.kernels import slot_table as columns
+from headrace.kernels.slot_table import SlotTable
+from headrace.sampling.biases import TokenBiases
 from headrace.sampling.counts import TokenCounts
 from headrace.sampling.rows import RowGroup, to_device
 from headrace.sampling.specials import Specials, build_specials, is_special, needs_late_tokens
@@ -28,13 +31,10 @@ LATE = 64  # the host follows the tokens
 LOGPROBS = 128
 PROCESSED = 256  # log-probabilities of what is drawn from, not of the raw logits
 RAW_LOGITS = 512  # the engine hands the raw logits out
+GRAMMAR = 1024  # the engine brings a mask
 
-ALTERED = PENALTIES | STOP_MASK | SPECIAL  # the logits themselves are rewritten
-
-# Columns of SlotParams' tensors; stop ids follow the last integer column.
-_TEMPERATURE, _TOP_P, _LOG_MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
-_SEED, _TOP_K, _MIN_LEN, _MAX_LEN, _COUNTS = range(5)
-_NUM_FLOATS, _NUM_INTS = 6, 5
+ALTERED = PENALTIES | STOP_MASK | SPECIAL | GRAMMAR  # the logits themselves are rewritten
+CAPTURABLE = RANDOM | RANKED | MIN_P | PENALTIES | STOP_MASK | SPECIAL | LOGPROBS  # needs nothing of the host in a step
 
 _NO_ROW = -1
 
@@ -51,55 +51,55 @@ class RowParams:
 
     @property
     def temperature(self) -> Tensor:
-        return self.floats[:, _TEMPERATURE]
+        return self.floats[:, columns.TEMPERATURE]
 
     @property
     def top_k(self) -> Tensor:
         """0 is off; never as large as the vocabulary."""
-        return self.ints[:, _TOP_K]
+        return self.ints[:, columns.TOP_K]
 
     @property
     def top_p(self) -> Tensor:
         """Infinite is off."""
-        return self.floats[:, _TOP_P]
+        return self.floats[:, columns.TOP_P]
 
     @property
     def log_min_p(self) -> Tensor:
         """Minus infinity is off."""
-        return self.floats[:, _LOG_MIN_P]
+        return self.floats[:, columns.LOG_MIN_P]
 
     @property
     def repetition(self) -> Tensor:
-        return self.floats[:, _REPETITION]
+        return self.floats[:, columns.REPETITION]
 
     @property
     def presence(self) -> Tensor:
-        return self.floats[:, _PRESENCE]
+        return self.floats[:, columns.PRESENCE]
 
     @property
     def frequency(self) -> Tensor:
-        return self.floats[:, _FREQUENCY]
+        return self.floats[:, columns.FREQUENCY]
 
     @property
     def seed(self) -> Tensor:
-        return self.ints[:, _SEED]
+        return self.ints[:, columns.SEED]
 
     @property
     def min_len(self) -> Tensor:
-        return self.ints[:, _MIN_LEN]
+        return self.ints[:, columns.MIN_LEN]
 
     @property
     def max_len(self) -> Tensor:
-        return self.ints[:, _MAX_LEN]
+        return self.ints[:, columns.MAX_LEN]
 
     @property
     def counts_row(self) -> Tensor:
-        return self.ints[:, _COUNTS]
+        return self.ints[:, columns.COUNTS]
 
     @property
     def stop_ids(self) -> Tensor:
         """[rows, K], padded with -1."""
-        return self.ints[:, _NUM_INTS:]
+        return self.ints[:, columns.NUM_INTS :]
 
 
 class SlotParams:
@@ -118,25 +118,33 @@ class SlotParams:
         self.num_logprobs = np.full(num_slots, -1, dtype=np.int32)
         self.specials: dict[int, Specials] = {}
         self.counts = TokenCounts(vocab_size, device)
-        self._floats = np.zeros((num_slots, _NUM_FLOATS), dtype=np.float64)
-        self._ints = np.full((num_slots, _NUM_INTS), _NO_ROW, dtype=np.int64)
+        self.biases = TokenBiases(device)
+        self._floats = np.zeros((num_slots, columns.NUM_FLOATS), dtype=np.float64)
+        self._ints = np.full((num_slots, columns.NUM_INTS), _NO_ROW, dtype=np.int64)
         self._device_floats = to_device(self._floats.copy(), device)
         self._device_ints = to_device(self._ints.copy(), device)
         self._changed: set[int] = set()
 
     @property
     def top_k(self) -> NDArray[np.int64]:
-        return self._ints[:, _TOP_K]
+        return self._ints[:, columns.TOP_K]
 
     @property
     def counts_rows(self) -> NDArray[np.int64]:
         """Rows in the pool of counts, for slots with PENALTIES."""
-        return self._ints[:, _COUNTS]
+        return self._ints[:, columns.COUNTS]
 
     @property
-    def width(self) -> int:
-        """Of a slot's integers; they are in new memory when it has grown."""
-        return self._ints.shape[1]
+    def table(self) -> SlotTable:
+        """What kernels read, as of the last `upload`."""
+        return SlotTable(self._device_floats, self._device_ints, self.counts.pool, self.biases.ids, self.biases.values)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where `table` is in memory; captured graphs hold these addresses."""
+        table = self.table
+        tensors = (table.floats, table.ints, table.counts, table.bias_ids, table.bias_values)
+        return tuple(tensor.data_ptr() for tensor in tensors)
 
     def begin(self, init: SlotInit) -> None:
         """Give a slot to a request, or back to a preempted one. A bad parameter fails the slot's rows only."""
@@ -144,7 +152,7 @@ class SlotParams:
         self.free(slot)
         features = self._features(init)
         self._floats[slot] = (
-            sampling.temperature,
+            sampling.temperature if features & RANDOM else 0.0,
             math.inf if sampling.top_p >= 1.0 else sampling.top_p,
             math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf,
             sampling.repetition_penalty,
@@ -155,15 +163,21 @@ class SlotParams:
         stop_ids = [token for token in init.stop_ids if 0 <= token < self.vocab_size]
         self._reserve_stop_ids(len(stop_ids))
         self._ints[slot] = _NO_ROW
-        self._ints[slot, :_COUNTS] = (as_int64(sampling.seed), top_k, init.min_len, init.max_len)
-        self._ints[slot, _NUM_INTS : _NUM_INTS + len(stop_ids)] = stop_ids
+        mask_len = init.min_len if features & STOP_MASK else 0
+        self._ints[slot, : columns.COUNTS] = (as_int64(sampling.seed), top_k, init.min_len, init.max_len, mask_len)
+        self._ints[slot, columns.NUM_INTS : columns.NUM_INTS + len(stop_ids)] = stop_ids
         if features & PENALTIES:
             assert init.history is not None, "sampling.needs_history: the plan carries all tokens so far"
-            self._ints[slot, _COUNTS] = self.counts.take(
+            self._ints[slot, columns.COUNTS] = self.counts.take(
                 init.history, prompt_len=init.prompt_len, ignored=sampling.prompt_ignore_length
             )
         if features & SPECIAL:
-            self.specials[slot] = build_specials(init, vocab_size=self.vocab_size, device=self.device)
+            special = build_specials(init, vocab_size=self.vocab_size, device=self.device)
+            self.specials[slot] = special
+            if special.error:
+                features |= LATE  # the host fails its rows
+            if special.has_biases:
+                self._ints[slot, columns.BIASES] = self.biases.take(sampling)
         self.features[slot] = features
         self.num_logprobs[slot] = sampling.logprobs
         self._changed.add(slot)
@@ -171,10 +185,11 @@ class SlotParams:
     def free(self, slot: int) -> None:
         """Give back what the slot holds; safe on a slot that holds nothing."""
         assert 0 <= slot < self.num_slots
-        row = int(self._ints[slot, _COUNTS])
-        if row != _NO_ROW:
-            self.counts.release(row)
-            self._ints[slot, _COUNTS] = _NO_ROW
+        for column, pool in ((columns.COUNTS, self.counts), (columns.BIASES, self.biases)):
+            row = int(self._ints[slot, column])
+            if row != _NO_ROW:
+                pool.release(row)
+                self._ints[slot, column] = _NO_ROW
         self.specials.pop(slot, None)
         self.features[slot] = 0
         self.num_logprobs[slot] = -1
@@ -195,7 +210,9 @@ class SlotParams:
                 features |= MIN_P
         if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
             features |= PENALTIES
-        if init.min_len > init.prompt_len and init.stop_ids:
+        if init.grammar is not None:
+            features |= GRAMMAR  # whose masks know of the least length
+        elif init.min_len > init.prompt_len and init.stop_ids:
             features |= STOP_MASK
         if is_special(sampling):
             features |= SPECIAL
@@ -210,7 +227,7 @@ class SlotParams:
         return features
 
     def _reserve_stop_ids(self, num: int) -> None:
-        have = self._ints.shape[1] - _NUM_INTS
+        have = self._ints.shape[1] - columns.NUM_INTS
         if num <= have:
             return
         width = max(1, have)

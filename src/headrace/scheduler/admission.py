@@ -7,6 +7,7 @@ from itertools import islice
 
 from headrace.kvcache.claim import Claim
 from headrace.kvcache.radix import Namespace
+from headrace.scheduler.grammars import Grammars
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.request import Active, Waiting
 from headrace.scheduler.section import SectionScheduler
@@ -17,10 +18,17 @@ FirstBlock = tuple[Namespace, tuple[MediaSpan, ...], tuple[int, ...]]
 
 
 class Admission:
-    def __init__(self, settings: SchedulerSettings, sections: Sequence[SectionScheduler], queue: WaitingQueue) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        sections: Sequence[SectionScheduler],
+        queue: WaitingQueue,
+        grammars: Grammars,
+    ) -> None:
         self.settings = settings
         self.sections = sections
         self.queue = queue
+        self.grammars = grammars
         self.outgrown: list[Waiting] = []
         """Still in the queue; whoever owns their terminal states ends them."""
         self._hold_started_s: float | None = None
@@ -36,18 +44,22 @@ class Admission:
         for index in open_sections:
             self.sections[index].open_admission()
         left = [budget - self.sections[index].context_wanted for index, budget in enumerate(budgets)]
+        fits = [section.kv.max_tokens() for section in self.sections]
         first_blocks = self._first_blocks_under_way()
         admitted: list[tuple[Active, SectionScheduler]] = []
         taken: list[Waiting] = []
         passed: list[Waiting] = []
         fetching: list[Waiting] = []
         for waiting in self.queue:
-            limits = [section.limit_of(waiting.request) for section in self.sections]
+            limits = [
+                section.limit_of(waiting.request, sequence_fits=most)
+                for section, most in zip(self.sections, fits, strict=True)
+            ]
             if len(waiting.tokens) >= max(limits):
                 # Pins have come since it was accepted, and beside them it has no room for one more token.
                 self.outgrown.append(waiting)
                 continue
-            key = self._first_block(waiting.claim, waiting.tokens)
+            key = None if waiting.request.pooling else self._first_block(waiting.claim, waiting.tokens)
             if key is not None and key in first_blocks and self._will_hit(waiting):
                 continue
             index = self._place(waiting, limits, open_sections, left)
@@ -84,7 +96,10 @@ class Admission:
     def _place(self, waiting: Waiting, limits: list[int], open_sections: list[int], left: list[int]) -> int | None:
         """The section with most budget left that can take the request now."""
         need = 1 if self.settings.chunked_prefill else len(waiting.tokens)
-        for index in sorted(open_sections, key=lambda at: (self.sections[at].num_active, -left[at])):
+        order = open_sections
+        if len(order) > 1:
+            order = sorted(order, key=lambda at: (self.sections[at].num_active, -left[at]))
+        for index in order:
             if left[index] >= need and self.sections[index].can_admit(waiting, limits[index]):
                 return index
         return None
@@ -101,6 +116,7 @@ class Admission:
             self._first_block(active.claim, active.tokens)
             for section in self.sections
             for active in section.prefilling.values()
+            if not active.request.pooling  # what it computes is soon gone
         }
         return {key for key in keys if key is not None}
 

@@ -29,6 +29,9 @@ class Changes:
     def changed(self, owner: int, slot: int) -> None:
         self._changed[owner] = slot
 
+    def changed_each(self, owners: Iterable[int], slots: Iterable[int]) -> None:
+        self._changed.update(zip(owners, slots, strict=True))
+
     def forget(self, owner: int) -> None:
         """The owner's table is gone before the engine heard of its blocks."""
         self._changed.pop(owner, None)
@@ -43,10 +46,6 @@ class Changes:
 
     def take_blocks(self) -> tuple[Ints, ...]:
         """[n, 3] of (slot, index, block) by group."""
-        flat: list[list[int]] = [[] for _ in self.kv.groups]
-        for owner, slot in self._changed.items():
-            for triples, blocks in zip(flat, self.kv.take_new_blocks(owner)):
-                for index, block in blocks:
-                    triples += slot, index, block
-        self._changed = {}
+        flat = self.kv.take_new_blocks(self._changed)
+        self._changed.clear()
         return tuple([ints(triples).reshape(-1, 3) for triples in flat])  # pyright: ignore[reportUnknownMemberType]

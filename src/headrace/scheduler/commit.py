@@ -61,7 +61,7 @@ class Commit:
         self.now_s = time.monotonic()
         self.out = Committed()
         self._offsets: Ints = np.zeros(len(result.num_accepted) + 1, np.int32)
-        np.cumsum(result.num_accepted, out=self._offsets[1:])
+        np.add.accumulate(result.num_accepted, out=self._offsets[1:], dtype=np.int32)
 
     def run(self) -> Committed:
         row = 0
@@ -97,6 +97,8 @@ class Commit:
             self._close_beams(active)
         elif context.samples:
             self._append(active, self._tokens(row), row, prompt_logprobs)
+        elif row in self.result.hidden:
+            self._pool(active, self.result.hidden[row], is_last=context.pools)
         self._drained(active)
 
     def _commit_beams(self, rows: range, beams: BeamRows) -> None:
@@ -117,11 +119,9 @@ class Commit:
             return
         settings = self.section.settings
         accepted = self.result.num_accepted[first:]
-        slots.pending[generation] -= 1 + settings.draft_len
-        slots.rows_in_flight[generation] -= 1
-        slots.samples_in_flight[generation] -= 1
+        slots.note_rows(generation, -1, num_tokens=1 + settings.draft_len)
         rich = self._rich_rows(first, accepted)
-        tokens = self.result.tokens[self._offsets[first] :]
+        assert self._offsets[-1] == len(self.result.tokens)
         if settings.draft_len == 0 and not rich.all():
             plain = ~rich
             one = generation[plain]
@@ -130,19 +130,17 @@ class Commit:
             self.out.num_generated += len(one)
             self.out.plain_ids.append(slots.request_id[one])
             self.out.plain_tokens.append(chosen)
-        assert len(tokens) == int(accepted.sum())
         for at in rich.nonzero()[0].tolist():
             self._commit_rich(first + at, int(generation[at]))
 
     def _rich_rows(self, first: int, accepted: Ints) -> NDArray[np.bool_]:
         """Rows that end, are draining, accept other than one token or carry extras."""
         slots, generation = self.section.slots, self.planned.generation
-        rich = accepted != 1
         if self.section.settings.draft_len:
             return np.ones(len(generation), np.bool_)
-        starts = np.minimum(self._offsets[first:-1], max(len(self.result.tokens) - 1, 0))
-        if len(self.result.tokens):
-            tokens = self.result.tokens[starts]
+        rich = accepted != 1
+        if len(self.result.tokens) and len(slots.stop_ids):
+            tokens = self.result.tokens[np.minimum(self._offsets[first:-1], len(self.result.tokens) - 1)]
             for stop_ids in slots.stop_ids:
                 rich |= tokens == stop_ids[generation]
         goes_on = slots.generating & (slots.length + 1 < slots.max_len)
@@ -172,7 +170,7 @@ class Commit:
         """Accepted tokens, up to the one that ends the request; a preempting request keeps them too."""
         slots, slot = self.section.slots, active.slot
         slots.settle(active)
-        min_len = int(slots.min_len[slot])
+        min_len = active.min_len
         finish: FinishReason | None = None
         kept = 0
         for token in tokens:
@@ -200,7 +198,7 @@ class Commit:
                 finish=finish,
                 stop_token=tokens[kept - 1] if finish == "stop" else None,
                 error=self._close(active, finish) if finish else "",
-                times=closed(active.times, self.now_s) if finish else None,
+                times=closed(active.times, self.now_s) if finish else active.times if first else None,
             )
         )
 
@@ -214,11 +212,27 @@ class Commit:
         self.out.ended.append(active)
         return self.section.pin(active) if active.request.pin and finish != "error" else ""
 
-    def _end(self, active: Active, finish: FinishReason, *, error: str = "") -> None:
+    def _pool(self, active: Active, hidden: NDArray[np.float32], *, is_last: bool) -> None:
+        """Add a chunk's hidden states; a prompt whose last ones these are has its embedding."""
+        active.hidden = hidden if active.hidden is None else active.hidden + hidden
+        if is_last:
+            num_tokens = len(active.request.prompt) if active.request.pooling == "mean" else 1
+            embedding = (active.hidden / np.float32(num_tokens)).astype("<f4").tobytes()
+            active.times = stamp(active.times, first_token_s=self.now_s)
+            self._end(active, "stop", embedding=embedding)
+
+    def _end(self, active: Active, finish: FinishReason, *, error: str = "", embedding: bytes = b"") -> None:
         self._close(active, finish)
         times = closed(active.times, self.now_s)
         self.out.deltas.append(
-            Delta(id=active.request.id, finish=finish, error=error, times=times, cached_tokens=active.cached_tokens)
+            Delta(
+                id=active.request.id,
+                finish=finish,
+                error=error,
+                times=times,
+                cached_tokens=active.cached_tokens,
+                embedding=embedding,
+            )
         )
 
     def _close_beams(self, active: Active) -> None:
@@ -258,18 +272,29 @@ class Commit:
 
     def _index(self, active: Active, num_computed: int) -> None:
         """Blocks that are full of computed tokens become findable, those out of the window leave."""
-        section, slot = self.section, active.slot
-        if num_computed >= section.slots.commit_at[slot]:
-            section.external.computed(active, num_computed)
-            section.slots.commit_at[slot] = section.kv.commit(active.request.id, active.tokens, num_computed)
-            if section.kv.has_left(active.request.id):
-                section.changes.changed(active.request.id, slot)
+        slots, slot = self.section.slots, active.slot
+        if num_computed >= slots.commit_at[slot]:
+            slots.commit_at[slot] = self._index_now(active, num_computed)
+
+    def _index_now(self, active: Active, num_computed: int) -> int:
+        """-> the computed tokens at which there is something to do again."""
+        section, owner = self.section, active.request.id
+        section.external.computed(active, num_computed)
+        commit_at = section.kv.commit(owner, active.tokens, num_computed)
+        if section.kv.has_windows and section.kv.has_left(owner):
+            section.changes.changed(owner, active.slot)
+        return commit_at
 
     def _settle(self, due: NDArray[np.int64]) -> None:
+        """`_index` of many, whose owners' lists are filled up first."""
         slots = self.section.slots
         filled: list[int] = due.tolist()
-        for slot in filled:
+        lengths: list[int] = slots.length[due].tolist()
+        commit_at: list[int] = slots.commit_at[due].tolist()
+        for at, (slot, length) in enumerate(zip(filled, lengths, strict=True)):
             active = slots.by_slot[slot]
             assert active is not None
-            slots.settle(active)
-            self._index(active, len(active.tokens) - 1)
+            slots.fill_up(active, length)
+            if length > commit_at[at]:
+                commit_at[at] = self._index_now(active, length - 1)
+        slots.commit_at[due] = commit_at

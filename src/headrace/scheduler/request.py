@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.kvcache.claim import Claim
 from headrace.types import FinishReason, Logprobs, Request, RequestTimes
@@ -66,11 +68,18 @@ class Active:
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """Collected chunk by chunk; the first position has none."""
     prompt_logprobs_done: bool = False
+    hidden: NDArray[np.float32] | None = None
+    """Sum over the chunks so far, of a request with `pooling`."""
 
     @property
     def num_computed(self) -> int:
         """Tokens whose KV is in the cache, when nothing is in flight."""
         return len(self.tokens) - 1 if len(self.tokens) > self.num_known else self.planned
+
+    @property
+    def min_len(self) -> int:
+        """No stop id ends the sequence while it isn't longer."""
+        return len(self.request.prompt) + self.request.min_tokens
 
     @property
     def draining(self) -> bool:
@@ -94,7 +103,3 @@ def stamp(times: RequestTimes, *, first_scheduled_s: float = 0.0, first_token_s:
 def closed(times: RequestTimes, now_s: float) -> RequestTimes:
     """The times of a request that ends now."""
     return RequestTimes(times.arrival_s, times.first_scheduled_s, times.first_token_s, now_s)
-
-
-def total_len(prompts: Iterable[Waiting]) -> int:
-    return sum(len(waiting.tokens) for waiting in prompts)

@@ -10,7 +10,17 @@ from numpy.typing import NDArray
 from headrace.scheduler.beam import BeamRows
 from headrace.scheduler.changes import Changes
 from headrace.scheduler.request import Active
-from headrace.seam import FROM_DEVICE, HOST_TOKEN, PROMPT_LOGPROBS, SAMPLE, Ints, Section, ints
+from headrace.seam import (
+    FROM_DEVICE,
+    HOST_TOKEN,
+    LAST_HIDDEN,
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    SUM_HIDDEN,
+    Ints,
+    Section,
+    ints,
+)
 
 
 @dataclass(slots=True)
@@ -21,7 +31,12 @@ class ContextRow:
     start: int
     count: int
     samples: bool
-    """The chunk ends with the last known token."""
+    """The chunk ends with the last known token, and the next one is wanted."""
+
+    @property
+    def pools(self) -> bool:
+        """The chunk ends a prompt whose hidden states are wanted, and no token."""
+        return bool(self.active.request.pooling) and self.start + self.count == len(self.active.tokens)
 
 
 @dataclass(slots=True)
@@ -55,6 +70,10 @@ class RowArrays:
         flags = SAMPLE if row.samples else 0
         if row.samples and active.request.beam is not None:
             flags |= HOST_TOKEN
+        if active.request.pooling == "mean":
+            flags |= SUM_HIDDEN
+        elif row.pools:
+            flags |= LAST_HIDDEN
         wants_prompt = active.request.sampling.prompt_logprobs >= 0 and not active.prompt_logprobs_done
         if wants_prompt:
             flags |= PROMPT_LOGPROBS
@@ -78,11 +97,16 @@ class RowArrays:
     def section(self, generation: NDArray[np.int64], tokens_per_row: int, changes: Changes) -> Section:
         num_context = len(self.slot)
         rows: Ints = np.empty((6, num_context + len(generation)), np.int32)
-        no_tree = no_drafts = [0] * num_context
-        rows[:, :num_context] = self.slot, self.count, self.start, no_drafts, no_tree, self.flags
-        rows[0, num_context:] = generation
-        rows[1:, num_context:] = [[tokens_per_row], [FROM_DEVICE], [tokens_per_row - 1], [0], [SAMPLE]]
         slot, num_tokens, start, num_drafts, tree, flags = rows
+        if num_context:
+            no_tree = no_drafts = [0] * num_context
+            rows[:, :num_context] = self.slot, self.count, self.start, no_drafts, no_tree, self.flags
+        slot[num_context:] = generation
+        num_tokens[num_context:] = tokens_per_row
+        start[num_context:] = FROM_DEVICE
+        num_drafts[num_context:] = tokens_per_row - 1
+        tree[num_context:] = 0
+        flags[num_context:] = SAMPLE
         return Section(
             slot=slot,
             num_tokens=num_tokens,

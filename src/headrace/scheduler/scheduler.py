@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from headrace.kvcache.manager import KvCache
 from headrace.scheduler.admission import Admission
+from headrace.scheduler.commands import Commands
 from headrace.scheduler.commit import Commit, Committed
 from headrace.scheduler.external import Connect, no_external
+from headrace.scheduler.grammars import TOO_LONG, Grammars
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.request import Active, Waiting, closed
 from headrace.scheduler.rows import Planned
@@ -41,6 +43,15 @@ class Outbox:
     ids: NDArray[np.int64]
     tokens: NDArray[np.int32]
     deltas: list[Delta]
+
+    @classmethod
+    def joined(cls, ids: list[NDArray[np.int64]], tokens: list[NDArray[np.int32]], deltas: list[Delta]) -> Outbox:
+        """Of each section's arrays, where it has any."""
+        if not ids:
+            return cls.of(deltas)
+        if len(ids) == 1:
+            return cls(ids[0], tokens[0], deltas)
+        return cls(np.concatenate(ids), np.concatenate(tokens), deltas)
 
     @classmethod
     def of(cls, deltas: list[Delta]) -> Outbox:
@@ -80,7 +91,8 @@ class Scheduler:
         self.settings = settings
         self.sections = [SectionScheduler(settings, kv, connect(kv, at)) for at, kv in enumerate(caches)]
         self.queue = WaitingQueue(by_priority=settings.queue_by_priority)
-        self._admission = Admission(settings, self.sections, self.queue)
+        self.commands = Commands()
+        self._admission = Admission(settings, self.sections, self.queue, Grammars(self.queue, self.commands))
         self.counts = StepCounts()
         self._active: dict[int, tuple[Active, SectionScheduler]] = {}
         self._deadlines: dict[int, float] = {}
@@ -107,6 +119,7 @@ class Scheduler:
         if refusal:
             self._end_waiting(waiting, "error", refusal)
             return
+        self._admission.grammars.hold(waiting, time.monotonic())
         self.queue.push(waiting)
 
     def refusal(self, request: Request) -> str:
@@ -116,9 +129,14 @@ class Scheduler:
         width = request.beam.width if request.beam else 1
         if num_prompt == 0:
             return "prompt: is empty; give at least one token"
-        fits = min(self.sections[0].pool_tokens(request), settings.max_seq_len)
-        if num_prompt + 1 > fits:
+        if request.beam is not None and any(group.is_recurrent for group in self.sections[0].kv.groups):
+            return "beam search: this model has recurrent layers, whose states can't be forked yet; use n instead"
+        most = max(section.kv.max_tokens(width=width, beside_pins=False) for section in self.sections)
+        fits = min(max(section.pool_tokens(request) for section in self.sections), settings.max_seq_len)
+        if num_prompt + 1 > min(most, settings.max_seq_len):
             return f"prompt: {num_prompt} tokens can never fit; at most {max(fits - 1, 0)} prompt tokens do"
+        if num_prompt + 1 > fits:
+            return self._beside_pins(num_prompt, fits)
         if not settings.chunked_prefill and num_prompt > settings.max_num_tokens:
             return (
                 f"prompt: {num_prompt} tokens exceed max_num_tokens={settings.max_num_tokens} "
@@ -161,11 +179,11 @@ class Scheduler:
                 section.kv.abandon(waiting.request.id)
                 section.external.abandon(waiting.request.id)
 
-    def _end_waiting(self, waiting: Waiting, reason: FinishReason, error: str = "") -> None:
+    def _end_waiting(self, waiting: Waiting, reason: FinishReason, error: str = "", param: str = "") -> None:
         for section in self.sections:
             section.external.ended(waiting.request.id)
         times = closed(waiting.times, time.monotonic())
-        self._deltas.append(Delta(id=waiting.request.id, finish=reason, error=error, times=times))
+        self._deltas.append(Delta(id=waiting.request.id, finish=reason, error=error, param=param, times=times))
         self._log_end(waiting.request, reason, len(waiting.tokens), error)
 
     def _forget(self, active: Active) -> None:
@@ -183,13 +201,20 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Something is waiting, running or in flight, copies included."""
-        return bool(len(self.queue) or self._active or self._in_flight or self._copies_in_flight)
+        """Something is waiting, running or in flight, copies and commands included."""
+        waits = len(self.queue) or self._active or self._in_flight
+        return bool(waits or self._copies_in_flight or self.commands.is_busy)
 
     @property
     def has_only_copies(self) -> bool:
         """No request is left, but blocks are on their way."""
         return self.has_work and not (len(self.queue) or self._active)
+
+    @property
+    def has_only_commands(self) -> bool:
+        """Nothing but the end of a command (a grammar is compiled) can bring the next row."""
+        others = self.queue.num_ready or self._active or self._in_flight or self._copies_in_flight
+        return self.commands.is_busy and not others
 
     @property
     def _copies_in_flight(self) -> bool:
@@ -211,7 +236,10 @@ class Scheduler:
         for waiting, kind in self.queue.overdue(now_s):
             self.queue.remove(waiting.request.id)
             self._abandon(waiting)
-            self._end_waiting(waiting, "timeout", f"waited too long for its {kind}" if kind else "")
+            if kind == "grammar" and waiting.request.grammar is not None:
+                self._end_waiting(waiting, "error", TOO_LONG, waiting.request.grammar.param)
+            else:
+                self._end_waiting(waiting, "timeout", f"waited too long for its {kind}" if kind else "")
         for request_id in [key for key, deadline_s in self._deadlines.items() if deadline_s <= now_s]:
             self.abort(request_id, "timeout")
 
@@ -248,8 +276,8 @@ class Scheduler:
         ]
         num_rows = sum(len(rows) for rows in generations) + sum(len(rows) for rows in contexts)
         num_rows += sum(section.num_beam_rows() for section in self.sections)
-        if num_rows == 0 and (self._in_flight or not self._copies_in_flight):
-            return None  # an empty plan is made only to hear of copies that hold blocks
+        if num_rows == 0 and (self._in_flight or not (self._copies_in_flight or self.commands.is_busy)):
+            return None  # an empty plan is made only for commands and to hear of copies that hold blocks
         sections: list[Section] = []
         planned: list[Planned] = []
         for section, context, generation in zip(self.sections, contexts, generations, strict=True):
@@ -259,7 +287,7 @@ class Scheduler:
         self._planning.num_context_rows = sum(len(rows) for rows in contexts)
         self._planning.num_generation_rows = num_rows - self._planning.num_context_rows
         self._in_flight.append(InFlight(self._step, planned, self._planning))
-        return StepPlan(self._step, tuple(sections))
+        return StepPlan(self._step, tuple(sections), self.commands.take())
 
     def _requeue_preempted(self, section: SectionScheduler) -> None:
         for active in section.take_preempted():
@@ -298,12 +326,16 @@ class Scheduler:
         if len(waiting.tokens) > num_prompt:
             self._end_waiting(waiting, "length")
             return
-        fits = max(section.pool_tokens(waiting.request) for section in self.sections) - 1
+        fits = max(section.pool_tokens(waiting.request) for section in self.sections)
+        self._end_waiting(waiting, "error", self._beside_pins(num_prompt, fits))
+
+    def _beside_pins(self, num_prompt: int, fits: int) -> str:
+        """Args: fits: tokens of a whole request."""
         names = ", ".join(pin.name for pin in self.pins())
-        error = (
-            f"prompt: {num_prompt} tokens do not fit beside what is pinned, at most {fits} do; unpin some of: {names}"
+        most = max(fits - 1, 0)
+        return (
+            f"prompt: {num_prompt} tokens do not fit beside what is pinned, at most {most} do; unpin some of: {names}"
         )
-        self._end_waiting(waiting, "error", error)
 
     # ---- commit ------------------------------------------------------------------------------
 
@@ -316,6 +348,11 @@ class Scheduler:
             section.kv.fail_copies(failed)
             section.kv.finish_copies(finished)
             section.external.finish(finished, failed)
+        self.commands.finish(result.finished_commands)
+        for failure in self._admission.grammars.take_failed():
+            waiting = self.queue.remove(failure.request_id)
+            if waiting is not None:
+                self._end_waiting(waiting, "error", failure.error, failure.param)
         parts: list[Committed] = []
         for section, planned, rows in zip(self.sections, flight.planned, result.sections, strict=True):
             part = Commit(section, planned, rows).run()
@@ -329,9 +366,9 @@ class Scheduler:
         counts.num_ended = sum(len(part.ended) for part in parts)
         self.counts = counts
         self._deltas.extend(delta for part in parts for delta in part.deltas)
-        ids = [np.zeros(0, np.int64), *(array for part in parts for array in part.plain_ids)]
-        tokens = [np.zeros(0, np.int32), *(array for part in parts for array in part.plain_tokens)]
-        return Outbox(np.concatenate(ids), np.concatenate(tokens), self.take_deltas())
+        ids = [array for part in parts for array in part.plain_ids]
+        tokens = [array for part in parts for array in part.plain_tokens]
+        return Outbox.joined(ids, tokens, self.take_deltas())
 
     def _measure(self, num_context_tokens: int, forward_s: float) -> None:
         """How fast prompts are computed, from the steps that mostly do that."""

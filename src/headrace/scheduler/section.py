@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +43,13 @@ class SectionScheduler:
 
     # ---- admission ---------------------------------------------------------------------------
 
-    def limit_of(self, request: Request) -> int:
-        """Where the request must end: its own limit, the model's, or the pool's if it were alone with the pins."""
-        return min(len(request.prompt) + request.max_tokens, self.settings.max_seq_len, self.pool_tokens(request))
+    def limit_of(self, request: Request, *, sequence_fits: int = 0) -> int:
+        """Where the request must end: its own limit, the model's, or the pool's if it were alone with the pins.
+
+        `sequence_fits`: what `kv.max_tokens()` says now, for who asks for many requests.
+        """
+        fits = sequence_fits if sequence_fits and request.beam is None else self.pool_tokens(request)
+        return min(len(request.prompt) + request.max_tokens, self.settings.max_seq_len, fits)
 
     def pool_tokens(self, request: Request) -> int:
         """Tokens that one sequence of the request may have when nobody but pins is there."""
@@ -64,8 +67,9 @@ class SectionScheduler:
         return self.policy.can_admit(self.kv, waiting, limit=limit, width=width, reuse=self.may_reuse(waiting))
 
     def may_reuse(self, waiting: Waiting) -> bool:
-        """Log-probabilities of the prompt need every position computed."""
-        return self.settings.reuse and waiting.request.sampling.prompt_logprobs < 0
+        """Log-probabilities of the prompt need every position computed, and so does a mean."""
+        request = waiting.request
+        return self.settings.reuse and request.sampling.prompt_logprobs < 0 and not request.pooling
 
     def fetch(self, waiting: Waiting) -> bool:
         """Whether the request waits for blocks on disk or in a store, which are brought from now on."""
@@ -103,15 +107,13 @@ class SectionScheduler:
             limit=limit,
             prompt_logprobs_done=waiting.prompt_logprobs_done,
         )
-        min_len = len(request.prompt) + request.min_tokens
         slot = self.slots.take(
             active,
-            min_len=min_len,
             capacity=self.kv.num_tokens_capacity(request.id),
             commit_at=self.kv.commit_at(request.id),
         )
         self.kv.begin(request.id, slot)
-        self.changes.begin(self._slot_init(active, slot, min_len))
+        self.changes.begin(self._slot_init(active, slot))
         self.prefilling[slot] = active
         self.num_active += 1
         self.changes.changed(request.id, slot)
@@ -122,14 +124,22 @@ class SectionScheduler:
             self.open_admission()
         return active
 
-    def _slot_init(self, active: Active, slot: int, min_len: int) -> SlotInit:
+    def _slot_init(self, active: Active, slot: int) -> SlotInit:
         request = active.request
         sampling = request.sampling
         if request.beam is not None:
             return beam_init(active, slot)
-        history = ints(active.tokens) if sampling.needs_history else None
+        history = ints(active.tokens) if sampling.needs_history or request.grammar is not None else None
         return SlotInit(
-            slot, request.id, sampling, len(request.prompt), min_len, active.limit, request.stop_ids, history
+            slot=slot,
+            request_id=request.id,
+            sampling=sampling,
+            prompt_len=len(request.prompt),
+            min_len=active.min_len,
+            max_len=active.limit,
+            stop_ids=request.stop_ids,
+            history=history,
+            grammar=request.grammar,
         )
 
     def _promised_to_beams(self) -> int:
@@ -148,10 +158,9 @@ class SectionScheduler:
         rows = self._longest_idle(rows, self.settings.max_num_tokens // (1 + self.settings.draft_len))
         needed = np.minimum(slots.length + slots.pending + self.settings.draft_len, slots.max_len)
         short = rows[(needed > slots.capacity)[rows]]
-        stalled = self._grow([(active, int(needed[active.slot])) for active in self._by_order(short)])
-        # A victim of `_grow` has left `generating`; a stalled slot waits for the next plan.
-        rows = rows[slots.generating[rows]]
-        if stalled:
+        stalled = self._grow(self._by_order(short, needed[short]))
+        if stalled:  # they wait for the next plan, and a victim of `_grow` has left `generating`
+            rows = rows[slots.generating[rows]]
             rows = rows[~np.isin(rows, list(stalled))]
         slots.last_step[rows] = step
         return rows
@@ -162,13 +171,22 @@ class SectionScheduler:
         order = np.argsort(self.slots.last_step[rows], kind="stable")[:count]
         return np.sort(rows[order])
 
-    def _by_order(self, rows: NDArray[np.int64]) -> list[Active]:
+    def _by_order(self, rows: NDArray[np.int64], needed: NDArray[np.int64]) -> list[tuple[Active, int]]:
+        """The slots' owners, each with the tokens that it needs room for, as they arrived."""
+        by_slot = self.slots.by_slot
         slots: list[int] = rows.tolist()
-        actives = [active for slot in slots if (active := self.slots.by_slot[slot]) is not None]
-        return sorted(actives, key=attrgetter("order"))
+        counts: list[int] = needed.tolist()
+        wants = [
+            (active, num_tokens)
+            for slot, num_tokens in zip(slots, counts, strict=True)
+            if (active := by_slot[slot]) is not None
+        ]
+        return sorted(wants, key=lambda want: want[0].order)
 
     def _grow(self, wants: list[tuple[Active, int]]) -> set[int]:
         """Room for as many tokens each, in turn; returns the slots that have none, and then asks a victim to leave."""
+        if not wants:
+            return set()
         headroom = self._promised_to_beams() if self.policy.may_preempt else 0
         refused = self.kv.extend_each(
             [
@@ -176,13 +194,13 @@ class SectionScheduler:
                 for active, num_tokens in wants
             ]
         )
-        for active, _ in wants:
-            owner, slot = active.request.id, active.slot
-            self.slots.capacity[slot] = self.kv.num_tokens_capacity(owner)
-            self.changes.changed(owner, slot)
-        if refused:
-            self._make_way()
-        return {active.slot for active, _ in wants if active.request.id in refused}
+        owners, slots = [active.request.id for active, _ in wants], [active.slot for active, _ in wants]
+        self.slots.capacity[slots] = [self.kv.num_tokens_capacity(owner) for owner in owners]
+        self.changes.changed_each(owners, slots)
+        if not refused:
+            return set()
+        self._make_way()
+        return {slot for owner, slot in zip(owners, slots, strict=True) if owner in refused}
 
     def _make_way(self) -> None:
         """Somebody got no blocks: the request that arrived last leaves, one at a time."""
@@ -225,7 +243,8 @@ class SectionScheduler:
         for active, count in zip(actives, chunks, strict=True):
             if count == 0 or active.draining or active.slot in stalled:
                 continue
-            rows.append(ContextRow(active, active.planned, count, count == active.context_left))
+            samples = count == active.context_left and not active.request.pooling
+            rows.append(ContextRow(active, active.planned, count, samples))
             self.kv.save(active.request.id, active.planned + count, active.slot)
         return rows
 
@@ -241,9 +260,8 @@ class SectionScheduler:
         section = rows.section(generation, 1 + self.settings.draft_len, self.changes)
         for row in context:
             self._note_context(row)
-        self.slots.pending[generation] += 1 + self.settings.draft_len
-        self.slots.rows_in_flight[generation] += 1
-        self.slots.samples_in_flight[generation] += 1
+        if len(generation):
+            self.slots.note_rows(generation, 1, num_tokens=1 + self.settings.draft_len)
         return section, planned
 
     def _note_context(self, row: ContextRow) -> None:
@@ -251,9 +269,10 @@ class SectionScheduler:
         slot = active.slot
         active.planned += row.count
         self.slots.rows_in_flight[slot] += 1
+        if row.samples or row.pools:
+            self.prefilling.pop(slot, None)
         if not row.samples:
             return
-        self.prefilling.pop(slot, None)
         if active.request.beam is None:
             self.slots.pending[slot] += 1
             self.slots.samples_in_flight[slot] += 1
@@ -325,7 +344,7 @@ class SectionScheduler:
         whole = active.finish in (None, "stop", "length")  # what an aborted one computed last is not worth telling
         self.kv.release(
             owner,
-            index=active.finish != "error",
+            index=active.finish != "error" and not active.request.pooling,
             tokens=active.tokens,
             num_computed=active.num_computed if whole else 0,
             final=active.finish is not None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,130 +14,134 @@ from starlette.types import Receive
 
 from headrace.front.errors import RequestError
 from headrace.log import get
-from headrace.server.auth import ApiKeys
 from headrace.server.cache_routes import add_cache_routes
-from headrace.server.errors import Unavailable, as_request_error, error_body, error_response, model_not_found
+from headrace.server.embedding_routes import add_embedding_routes
+from headrace.server.errors import Unavailable, error_body, error_response, model_not_found
 from headrace.server.event_stream import EventStream
+from headrace.server.generating import Prepare
+from headrace.server.message_routes import add_message_routes
+from headrace.server.openapi import add_document
+from headrace.server.operation_routes import add_operation_routes
 from headrace.server.prepare import Kitchen, Prepared
 from headrace.server.reading import read_json
+from headrace.server.replies import Refuse, gone, refusal_of
+from headrace.server.response_routes import add_response_routes
 from headrace.server.service import Service
 from headrace.server.tenancy import Caller
+from headrace.server.text_routes import add_text_routes
+from headrace.server.timing import timing_of
+from headrace.server.wrapping import wrap
 
 __all__ = ["make_app"]
 
 log = get("server")
 
-Prepare = Callable[[Kitchen, bytes, Caller], Prepared]
-
 MAX_WARNING_LENGTH = 1000
 MAX_WARNED_NAMES = 1000
-GONE = Response(status_code=499)
-"""For nobody: the client has left."""
 
 
 def make_app(service: Service, *, version: str) -> FastAPI:
     """An ASGI application over `service`."""
     app = FastAPI(title="Headrace", version=version, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False  # a path is right or unknown
-    routes = Routes(service, version)
-    app.add_route("/health", routes.health, ["GET"])
-    app.add_route("/health/ready", routes.ready, ["GET"])
-    app.add_route("/version", routes.version, ["GET"])
+    routes = Routes(service)
+    add_operation_routes(app, service, version)
     app.add_route("/v1/models", routes.models, ["GET"])
     app.add_route("/v1/models/{name:path}", routes.one_model, ["GET"])
-    app.add_route("/v1/chat/completions", routes.chat, ["POST"])
-    app.add_route("/v1/completions", routes.completions, ["POST"])
+    if not service.options.apis.embeddings_only:
+        app.add_route("/v1/chat/completions", routes.chat, ["POST"])
+        app.add_route("/v1/completions", routes.completions, ["POST"])
+        add_response_routes(app, service, routes.generate)
+        add_message_routes(app, service, routes.generate)
     add_cache_routes(app, service, routes.generate)
+    add_embedding_routes(app, routes.generate)
+    add_text_routes(app, service)
+    add_document(app, model_name=service.options.model_name, has_keys=bool(service.options.api_keys))
     app.add_exception_handler(HTTPException, _http_error)
-    if service.options.api_keys:
-        app.add_middleware(ApiKeys, keys=service.options.api_keys)
+    wrap(app, service)
     return app
 
 
 class Routes:
     """The handlers. None of them waits for the tokenizer, or computes, on the event loop."""
 
-    def __init__(self, service: Service, version: str) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._version = version
         self._created = int(time.time())
 
-    async def health(self, request: Request) -> Response:
-        """200 while the process is up, whatever the engine does."""
-        return Response()
-
-    async def ready(self, request: Request) -> Response:
-        """200 when requests are answered; 503 while loading, draining, without an engine or with a stuck one."""
-        state = "stalled" if self._service.is_stalled else self._service.state
-        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
-
-    async def version(self, request: Request) -> Response:
-        return JSONResponse({"version": self._version})
-
     async def models(self, request: Request) -> Response:
+        """The one model that is served."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def one_model(self, request: Request) -> Response:
+        """The model, if it is called so."""
         name = request.path_params["name"]
         served = self._service.options.model_name
         return JSONResponse(self._card()) if name == served else error_response(model_not_found(name, served))
 
     async def chat(self, request: Request) -> Response:
+        """A chat's next message, as OpenAI's clients ask for it."""
         return await self.generate(request, Kitchen.chat)
 
     async def completions(self, request: Request) -> Response:
+        """A prompt's continuation, as OpenAI's clients ask for it."""
         return await self.generate(request, Kitchen.completion)
 
     def _card(self) -> dict[str, Any]:
         name = self._service.options.model_name
         return {"id": name, "object": "model", "created": self._created, "owned_by": "headrace"}
 
-    async def generate(self, request: Request, prepare: Prepare) -> Response:
-        """Run a request of the model."""
-        gone: asyncio.Task[None] | None = None
-        response: Response = GONE
+    async def generate(self, request: Request, prepare: Prepare, refuse: Refuse = error_response) -> Response:
+        """Run a request of the model; `refuse` writes errors that come before the first byte."""
+        departed: asyncio.Task[None] | None = None
+        response = gone()
         try:
-            kitchen = self._service.kitchen()
+            caller = Caller.of(request.headers)
+            self._service.require_entry()
             data = await read_json(request)
-            gone = asyncio.create_task(departure(request.receive))
-            work = asyncio.get_running_loop().run_in_executor(
-                self._service.workers, prepare, kitchen, data, Caller.of(request.headers)
-            )
-            response = await self._answer(work, gone)
+            with self._service.entering() as kitchen:
+                departed = asyncio.create_task(departure(request.receive))
+                work = asyncio.get_running_loop().run_in_executor(
+                    self._service.workers, _prepare, prepare, kitchen, data, caller
+                )
+                await asyncio.wait({work, departed}, return_when=asyncio.FIRST_COMPLETED)
+            response = await self._answer(work, departed, refuse)
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:  # still preparing when the time to shut down was up
-            response = error_response(Unavailable("the server is shutting down", code="shutting_down"))
+            response = refuse(Unavailable("the server is shutting down", code="shutting_down"))
         except Exception as error:
-            refusal = as_request_error(error)
             self._service.counters.rejected += 1
-            if refusal.status == 500:
-                log.exception("a request failed")
-            response = error_response(refusal)
+            response = refuse(refusal_of(error))
         finally:
-            if gone is not None and not isinstance(response, EventStream):
-                gone.cancel()
+            if departed is not None and not isinstance(response, EventStream):
+                departed.cancel()
         return response
 
-    async def _answer(self, work: asyncio.Future[Prepared], gone: asyncio.Task[None]) -> Response:
-        """The response; one that streams takes over `gone`, which tells that the client has left."""
+    async def _answer(self, work: asyncio.Future[Prepared], departed: asyncio.Task[None], refuse: Refuse) -> Response:
+        """The response; one that streams takes over `departed`, which tells that the client has left."""
         service = self._service
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             work.cancel()
-            return GONE
+            return gone()
         prepared = work.result()
+        if prepared.unknown and service.options.operations.strict_fields:
+            name = prepared.unknown[0]
+            raise RequestError(f"{name[:100]} is an unknown field: leave it out", param=name, code="unknown_field")
         job = service.submit(prepared)
-        gone.add_done_callback(lambda task: None if task.cancelled() else service.abort(job))
+        departed.add_done_callback(lambda task: None if task.cancelled() else service.abort(job))
         body, last = await job.feed.next()
         if job.feed.error is not None:
-            return error_response(job.feed.error)
-        headers = {"x-request-id": prepared.answer.id, **self._warnings(prepared.unknown)}
+            return refuse(job.feed.error)
+        headers = {"x-request-id": prepared.answer.client_id or prepared.answer.id, **self._warnings(prepared.unknown)}
         if not prepared.answer.stream:
+            timing = timing_of(job.collectors)
+            if timing is not None:
+                headers["server-timing"] = timing.header
             return Response(body, 200, headers, "application/json")
 
         def end() -> None:
-            gone.cancel()
+            departed.cancel()
             service.abort(job)  # only finds something to do when the stream was cut
 
         return EventStream(job.feed, body, last=last, headers=headers, on_end=end)
@@ -153,8 +156,16 @@ class Routes:
             if short not in warned and len(warned) < MAX_WARNED_NAMES:
                 warned.add(short)
                 log.warning("a request has the unknown field %r, which has no effect", short)
-        names = ", ".join(ascii(name)[1:-1] for name in unknown)
-        return {"x-headrace-warnings": f"unknown fields: {names}"[:MAX_WARNING_LENGTH]}
+        # No header may begin or end with a space, and names of any kind come here.
+        names = ", ".join(ascii(name)[1:-1].strip() or "''" for name in unknown)
+        return {"x-headrace-warnings": f"unknown fields: {names}"[:MAX_WARNING_LENGTH].rstrip()}
+
+
+def _prepare(prepare: Prepare, kitchen: Kitchen, data: bytes, caller: Caller) -> Prepared:
+    """On a worker, down to the bytes that are sent."""
+    prepared = prepare(kitchen, data, caller)
+    assert prepared.frame
+    return prepared
 
 
 async def departure(receive: Receive) -> None:

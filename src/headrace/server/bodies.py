@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.front.errors import RequestError
 
-__all__ = ["ChatBody", "CompletionBody", "GenerationBody", "PinBody", "StreamOptions", "UnpinBody", "parse_body"]
+__all__ = [
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "GenerationBody",
+    "PinBody",
+    "ProfileBody",
+    "StreamOptions",
+    "UnpinBody",
+    "as_body",
+    "as_chat",
+    "parse_body",
+]
 
 # A field that is null means the same as one that is absent, so everything may be None.
 # Strict: "5" is no number. Integers are valid floats.
@@ -28,7 +40,21 @@ class ConversationBody(BaseModel):
     conversation_id: str | None = None
 
 
-class GenerationBody(BaseModel):
+class Body(BaseModel):
+    """Any of them. What it has no field for is looked up in these."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    UNBUILT: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields of later work, with the values that mean the same as leaving them out."""
+    INERT: ClassVar[frozenset[str]] = frozenset()
+    """Known to clients and without any effect on the answer."""
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+class GenerationBody(Body):
     """What chat and completions share."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -39,8 +65,6 @@ class GenerationBody(BaseModel):
     """Known to clients and without any effect on the answer."""
 
     UNBUILT: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": ({"type": "text"},),
-        "guided_decoding": (),
         "lora_request": (),
         "disaggregated_params": (),
         "thinking_token_budget": (),
@@ -80,14 +104,34 @@ class GenerationBody(BaseModel):
     detokenize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    guided_decoding: dict[str, Any] | None = None
+    """TensorRT-LLM's GuidedDecodingParams."""
     priority: float | None = None
+    timeout: float | None = None
+    """Ours: seconds from arrival to the last token; then it ends with finish_reason "timeout"."""
     cache_salt: str | None = None
     kv_cache_retention_config: dict[str, Any] | None = None
     """Ours: how long the request's blocks should stay."""
     conversation_params: ConversationBody | None = None
     return_token_ids: bool | None = None
+    return_timing: bool | None = None
+    """Ours: `usage.timing` with the milliseconds in the queue, in the prompt and in the output."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+
+class ThinkingBody(BaseModel):
+    """Whether the model reasons, as some APIs have it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["enabled", "disabled"] | None = None
+    effort: str | None = None
 
 
 class ChatBody(GenerationBody):
@@ -95,18 +139,13 @@ class ChatBody(GenerationBody):
 
     UNBUILT: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationBody.UNBUILT,
-        "tools": ([],),
-        "tool_choice": ("none",),
         "functions": ([],),
         "function_call": ("none",),
-        "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
         "web_search_options": (),
-        "verbosity": (),
-        "reasoning_effort": (),
-        "thinking": (),
+        "verbosity": ("medium",),
         "documents": (),
         "chat_template": (),
         "prompt_token_ids": (),
@@ -123,6 +162,12 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    """For the template; `none` is no reasoning at all."""
+    thinking: ThinkingBody | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -136,13 +181,19 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
 
 
-class UnpinBody(BaseModel):
+class ProfileBody(Body):
+    """POST /start_profile."""
+
+    UNBUILT: ClassVar[dict[str, tuple[Any, ...]]] = {"output_dir": ()}
+    """Where traces go is for who starts the server to say."""
+
+    num_steps: int | None = Field(None, ge=1, le=1000)
+    start_step: int | None = Field(None, ge=0)
+    activities: list[Literal["CPU", "GPU", "CUDA_PROFILER"]] | None = None
+
+
+class UnpinBody(Body):
     """POST /kv_cache/unpin."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    UNBUILT: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    INERT: ClassVar[frozenset[str]] = frozenset()
 
     name: str
 
@@ -157,10 +208,7 @@ class PinBody(UnpinBody):
     add_special_tokens: bool | None = None
 
 
-Body = ChatBody | CompletionBody | PinBody | UnpinBody
-
-
-def parse_body(data: bytes, cls: type[Body]) -> tuple[Any, list[str]]:
+def parse_body(data: bytes, cls: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     """The body, and the names of fields that nobody knows.
 
     Raises:
@@ -170,16 +218,41 @@ def parse_body(data: bytes, cls: type[Body]) -> tuple[Any, list[str]]:
         body = cls.model_validate_json(data)
     except pydantic.ValidationError as error:
         raise _as_request_error(error) from None
+    return body, unknown_fields(body)
+
+
+def as_body(values: dict[str, Any], cls: type[AnyBody]) -> tuple[AnyBody, list[str]]:
+    """The same for a body that another API's was translated to."""
+    try:
+        body = cls.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise _as_request_error(error) from None
+    return body, unknown_fields(body)
+
+
+def as_chat(
+    fields: dict[str, Any], unknown: list[str], *, without_effect: frozenset[str]
+) -> tuple[ChatBody, list[str]]:
+    """The chat that another API's request became, and which of its `unknown` fields the chat API doesn't know either.
+
+    `without_effect` are fields of the chat API that were not passed on. Raises RequestError.
+    """
+    chat, others = as_body(fields, ChatBody)
+    return chat, [name for name in unknown if name in without_effect or name in others]
+
+
+def unknown_fields(body: Body) -> list[str]:
+    """Raises RequestError for a field whose feature is not built."""
     extra = body.__pydantic_extra__ or {}
     for name, value in extra.items():
-        if name in cls.UNBUILT and value is not None and value not in cls.UNBUILT[name]:
+        if name in body.UNBUILT and value is not None and value not in body.UNBUILT[name]:
             raise RequestError(f"{name} is not supported yet: leave it out", param=name, code="unsupported_parameter")
-    unknown = [name for name in extra if name not in cls.UNBUILT and name not in cls.INERT]
+    unknown = [name for name in extra if name not in body.UNBUILT and name not in body.INERT]
     if isinstance(body, GenerationBody) and body.stream_options is not None:
         unknown += [f"stream_options.{name}" for name in body.stream_options.__pydantic_extra__ or {}]
         if not body.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
-    return body, unknown
+    return unknown
 
 
 def _as_request_error(error: pydantic.ValidationError) -> RequestError:

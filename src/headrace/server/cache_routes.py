@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,20 +12,18 @@ from headrace import wire
 from headrace.front.cache import name_of, require_events, require_reuse
 from headrace.front.errors import RequestError
 from headrace.server.bodies import UnpinBody, parse_body
-from headrace.server.errors import as_request_error, error_response
+from headrace.server.generating import Generate
 from headrace.server.prepare import Kitchen
 from headrace.server.reading import read_json
+from headrace.server.replies import reply
 from headrace.server.service import Service
 
 __all__ = ["add_cache_routes"]
-
-Generate = Callable[[Request, Any], Awaitable[Response]]
 
 
 def add_cache_routes(app: FastAPI, service: Service, generate: Generate) -> None:
     """`generate` runs a request as the other routes do."""
     routes = _CacheRoutes(service, generate)
-    app.add_route("/server_info", routes.server_info, ["GET"])
     app.add_route("/kv_cache_events", routes.events, ["POST"])
     app.add_route("/kv_cache/pins", routes.pins, ["GET"])
     app.add_route("/kv_cache/pin", routes.pin, ["POST"])
@@ -39,50 +35,22 @@ class _CacheRoutes:
         self._service = service
         self._generate = generate
 
-    async def server_info(self, request: Request) -> Response:
-        """What the engine settled on, as far as clients may want to know it."""
-        return await self._answer(self._info)
-
     async def events(self, request: Request) -> Response:
         """All events since the last call, for one reader."""
-        return await self._answer(self._events)
+        return await reply(self._events)
 
     async def pins(self, request: Request) -> Response:
-        return await self._answer(self._pins)
+        """The prompts that are kept."""
+        return await reply(self._pins)
 
     async def pin(self, request: Request) -> Response:
         """Compute a prompt and keep it; answered with all pins."""
         response = await self._generate(request, Kitchen.pin)
-        return await self._answer(self._pins) if response.status_code == 200 else response
+        return await reply(self._pins) if response.status_code == 200 else response
 
     async def unpin(self, request: Request) -> Response:
-        return await self._answer(lambda: self._unpin(request))
-
-    async def _answer(self, work: Callable[[], Awaitable[Any]]) -> Response:
-        try:
-            return Response(msgspec.json.encode(await work()), media_type="application/json")
-        except Exception as error:
-            return error_response(as_request_error(error))
-
-    async def _info(self) -> dict[str, Any]:
-        info = self._service.info()
-        return {
-            "model": info.model,
-            "model_type": info.model_type,
-            "max_seq_len": info.max_seq_len,
-            "max_num_tokens": info.max_num_tokens,
-            "max_batch_size": info.max_batch_size,
-            "kv_cache": {
-                "num_blocks": info.kv_num_blocks,
-                "tokens_per_block": info.tokens_per_block,
-                "max_tokens": info.max_kv_tokens,
-                "block_reuse": info.reuse.is_on,
-                "reuse_granularity": info.reuse.granularity,
-                "event_buffer_max_size": info.reuse.event_buffer,
-                "salt_from_api_key": self._service.options.cache_salt_from_api_key,
-            },
-            "memory": info.memory,
-        }
+        """Leave a kept prompt to the cache's usual order; answered with all pins."""
+        return await reply(lambda: self._unpin(request))
 
     async def _events(self) -> list[dict[str, Any]]:
         require_events(self._service.info())

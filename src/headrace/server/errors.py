@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
 from headrace.front.errors import RequestError
+from headrace.server.sse import DONE, data_event
 
 __all__ = ["Unavailable", "as_request_error", "error_body", "error_event", "error_response", "model_not_found"]
 
@@ -19,6 +21,7 @@ TYPES = {
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -64,12 +67,12 @@ def error_body(error: RequestError) -> dict[str, Any]:
     }
 
 
-def error_response(error: RequestError) -> Response:
+def error_response(error: RequestError, *, body: Callable[[RequestError], dict[str, Any]] = error_body) -> Response:
+    """`body` writes the error in a route's own form."""
     headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, Unavailable) else None
-    return Response(msgspec.json.encode(error_body(error)), error.status, headers, JSON)
+    return Response(msgspec.json.encode(body(error)), error.status, headers, JSON)
 
 
-def error_event(message: str, *, code: str | None = None, status: int = 500) -> bytes:
-    """The error as the last event of a stream, with the end marker."""
-    body = error_body(RequestError(message, code=code, status=status))
-    return b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n"
+def error_event(error: RequestError) -> bytes:
+    """The error as the last event of a stream of chunks, with the end marker."""
+    return data_event(error_body(error)) + DONE

@@ -9,16 +9,11 @@ from headrace.front.collector import Choice, Collector
 from headrace.front.errors import RequestError
 from headrace.log import get
 from headrace.server.answer import Answer, Route
-from headrace.server.chat_route import ChatRoute
-from headrace.server.completion_route import CompletionRoute
-from headrace.server.errors import error_event
 from headrace.server.feed import Feed
 
 __all__ = ["Job", "Written"]
 
 log = get("server")
-
-DONE = b"data: [DONE]\n\n"
 
 
 class Written(NamedTuple):
@@ -47,6 +42,7 @@ class _Cursor:
 
     parts: int = 0
     tokens: int = 0
+    events: int = 0
     opened: bool = False
     closed: bool = False
 
@@ -60,7 +56,7 @@ class Job:
         self.collectors: list[Collector] = []
         self.ended = False
         """The last piece has been written, well or not."""
-        self._route: Route = ChatRoute(answer) if answer.kind == "chat" else CompletionRoute(answer)
+        self._route: Route = answer.api.writer(answer)
         self._places: dict[int, _Place] = {}
         self._num_open = 0
         self._begun = False
@@ -85,22 +81,26 @@ class Job:
             if written is None:
                 written = self._stream(collector, place, done=done) if self.answer.stream else self._whole(done=done)
         except Exception:
-            log.exception("request %s could not be written", self.answer.id)
+            log.exception("request %s could not be written", self.answer.label)
             written = self.fail("internal error", status=500)
         self.ended = written.last
         return written
 
-    def fail(self, message: str, *, status: int = 500, code: str | None = None) -> Written:
+    def fail(self, message: str, *, status: int = 500, code: str | None = None, param: str | None = None) -> Written:
         """End with an error: as the last event of a stream that has begun, else as the whole answer."""
         self.ended = True
+        error = RequestError(message, code=code, status=status, param=param)
         if self._begun:
-            log.error("request %s failed while it streamed: %s", self.answer.id, message)
-            return Written(error_event(message, code=code, status=status), True)
-        log.error("request %s failed: %s", self.answer.id, message)
-        return Written(b"", True, RequestError(message, code=code, status=status))
+            log.error("request %s failed while it streamed: %s", self.answer.label, message)
+            return Written(self._route.failure(error), True)
+        log.error("request %s failed: %s", self.answer.label, message)
+        return Written(b"", True, error)
 
     def _failure(self, collector: Collector) -> Written | None:
         """An error of one prompt is the whole request's; one that timed out without a token is an error too."""
+        if collector.error_param:
+            message = f"{collector.error_param}: {collector.error}"
+            return self.fail(message, code="invalid_grammar", status=400, param=collector.error_param)
         if collector.error:
             return self.fail(collector.error, code="request_failed", status=self.answer.failure_status)
         if collector.is_done and not self._begun and all(_is_late(choice) for choice in collector.choices):
@@ -116,9 +116,7 @@ class Job:
             if not cursor.closed:
                 self._write_choice(choice, place.prompt, cursor, pieces)
         if done:
-            if self.answer.include_usage:
-                pieces.append(self._route.usage(self.answer.total_usage(self.collectors)))
-            pieces.append(DONE)
+            pieces.append(self._route.closing(self.answer.total_usage(self.collectors)))
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self._begun = self._begun or bool(data)
         return Written(data, done)
@@ -130,8 +128,11 @@ class Job:
         if not cursor.opened:
             pieces.append(self._route.opening(choice, prompt))
             cursor.opened = True
-        pieces.append(self._route.piece(choice, prompt, parts_from=cursor.parts, tokens_from=cursor.tokens))
-        cursor.parts, cursor.tokens = len(choice.parts), len(choice.token_ids)
+        piece = self._route.piece(
+            choice, prompt, parts_from=cursor.parts, tokens_from=cursor.tokens, events_from=cursor.events
+        )
+        pieces.append(piece)
+        cursor.parts, cursor.tokens, cursor.events = len(choice.parts), len(choice.token_ids), len(choice.events)
         if choice.finish is not None:
             pieces.append(self._route.end(choice, prompt))
             cursor.closed = True

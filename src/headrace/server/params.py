@@ -7,6 +7,7 @@ from typing import Any, cast
 from headrace.front.errors import RequestError
 from headrace.params import FieldError, SamplingParams
 from headrace.server.bodies import ChatBody, CompletionBody, GenerationBody
+from headrace.server.guided import guided_of
 
 __all__ = ["MAX_CHOICES", "chat_params", "completion_params"]
 
@@ -64,7 +65,13 @@ def _params(body: GenerationBody, *, max_tokens: int | None, logprobs: int | Non
             raise RequestError(f"{name} must be from -2 to 2, got {value}", param=name)
     given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     try:
-        params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=_bias(body.logit_bias), **given)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            logit_bias=_bias(body.logit_bias),
+            guided_decoding=guided_of(body).params,
+            **given,
+        )
     except FieldError as error:
         raise RequestError(str(error), param=error.field) from None
     if body.stream and params.num_sequences > params.n:

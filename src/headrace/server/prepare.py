@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, cast
 
+from headrace import wire
 from headrace.front.builder import RequestBuilder, RequestOptions
 from headrace.front.cache import as_retention_config, name_of, require_reuse
-from headrace.front.collector import Collector
+from headrace.front.collector import Collector, NewText
 from headrace.front.errors import RequestError
 from headrace.params import SamplingParams
-from headrace.server.answer import Answer
+from headrace.server.answer import Answer, Api, Shown, UsageShown
 from headrace.server.bodies import ChatBody, CompletionBody, GenerationBody, PinBody, parse_body
+from headrace.server.chat_route import CHAT
+from headrace.server.completion_route import COMPLETION
 from headrace.server.errors import model_not_found
-from headrace.server.messages import plain_messages
+from headrace.server.guided import guided_of
+from headrace.server.messages import check_roles, has_calls, plain_messages
 from headrace.server.params import chat_params, completion_params
+from headrace.server.parsing import Parsing
+from headrace.server.reasoning import variables_of
 from headrace.server.tenancy import SESSION_HEADER, Caller, salt_of
+from headrace.server.tools import tool_use_of
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.types import Request
 
-__all__ = ["Kitchen", "Prepared"]
+__all__ = ["Kitchen", "Prepared", "Rendered", "prompts_of"]
 
 COMPLETION_MAX_TOKENS = 16
 """Of /v1/completions without max_tokens; a chat may go on to the end of the context."""
@@ -30,6 +38,13 @@ HTTP_UNSET = {"temperature": 1.0, "top_p": 1.0}
 MAX_PROMPTS = 4096
 MAX_SEQUENCES = 4096
 """Of one request: prompts times choices."""
+
+
+class Rendered(NamedTuple):
+    """A chat as the model reads it."""
+
+    text: str
+    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,11 @@ class Prepared:
     requests: list[Request]
     unknown: list[str]
     """Names of body fields that nobody knows."""
+
+    @cached_property
+    def frame(self) -> bytes:
+        """What the runtime is sent. Of a long prompt it takes a while, so it is made where the rest was prepared."""
+        return wire.encode(wire.Submit(self.requests))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +76,47 @@ class Kitchen:
     stream_interval: int = 1
     timeout_s: float | None = None
     salt_from_api_key: bool = False
+    parsing: Parsing = field(default_factory=Parsing)
+    pooling: Literal["last", "mean"] = "last"
+    """Of embeddings, where the request names none."""
 
     def chat(self, data: bytes, caller: Caller) -> Prepared:
         """Raises RequestError or NotImplementedError, naming the field."""
         body, unknown = parse_body(data, ChatBody)
-        assert isinstance(body, ChatBody)
-        answer = self._answer(body, "chat", logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        return self.chat_of(body, unknown, caller)
+
+    def chat_of(self, body: ChatBody, unknown: list[str], caller: Caller, *, api: Api = CHAT) -> Prepared:
+        """A chat, also of another API whose body became this one."""
+        answer = self._answer(body, api, caller, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
         params = chat_params(body)
-        prompt = self._chat_prompt(body.messages, body, add_generation_prompt=body.add_generation_prompt is not False)
-        options = self._options(answer, body, caller)
-        return self._prepared(answer, params, [prompt], options, unknown)
+        use = answer.tool_use = tool_use_of(body)
+        rendered = self.rendered(body)
+        parsed = self.parsing.chat(rendered.text, use, params, variables=variables_of(body))
+        answer.has_parser = parsed.new_text is not None
+        params.guided_decoding = parsed.guided
+        options = replace(self._options(answer, body, caller), grammar_starts_after=parsed.starts_after)
+        if parsed.guided_by_tools:
+            options = replace(options, grammar_param="tools")
+        return self._prepared(answer, params, [rendered.ids], options, unknown, new_text=parsed.new_text)
+
+    def rendered(self, body: ChatBody) -> Rendered:
+        """The prompt that the template makes of a chat. Raises RequestError."""
+        wants_answer = body.add_generation_prompt is not False
+        return self._chat_prompt(body.messages, body, add_generation_prompt=wants_answer)
+
+    def time_limit_s(self, wanted_s: float | None) -> float | None:
+        """The server's or the client's, whichever is up first."""
+        return min((limit for limit in (self.timeout_s, wanted_s) if limit is not None), default=None)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises RequestError (404): it isn't the one that is served."""
+        if name is not None and name != self.model_name:
+            raise model_not_found(name, self.model_name)
 
     def completion(self, data: bytes, caller: Caller) -> Prepared:
         """Raises RequestError or NotImplementedError, naming the field."""
         body, unknown = parse_body(data, CompletionBody)
-        assert isinstance(body, CompletionBody)
-        answer = self._answer(body, "completion", logprobs=body.logprobs)
+        answer = self._answer(body, COMPLETION, caller, logprobs=body.logprobs)
         params = completion_params(body)
         prompts = prompts_of(body.prompt)
         if len(prompts) * params.num_sequences > MAX_SEQUENCES:
@@ -82,23 +127,23 @@ class Kitchen:
             )
         ids = [self.builder.encode(p, params) if isinstance(p, str) else p for p in prompts]
         if body.echo:
-            answer.echo = [
+            echo = [
                 p if isinstance(p, str) and params.truncate_prompt_tokens is None else self._shown(i, params)
                 for p, i in zip(prompts, ids)
             ]
+            answer.shown = replace(answer.shown, echo=echo)
         options = self._options(answer, body, caller, default_max_tokens=COMPLETION_MAX_TOKENS)
         return self._prepared(answer, params, ids, options, unknown)
 
     def pin(self, data: bytes, caller: Caller) -> Prepared:
         """A prompt to be computed and kept. Raises RequestError, naming the field."""
         body, unknown = parse_body(data, PinBody)
-        assert isinstance(body, PinBody)
         require_reuse(self.builder.info)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("a pin is of a prompt or of messages: send one of them", param="prompt")
         params = SamplingParams(max_tokens=1, detokenize=False)
         if body.messages is not None:
-            prompt, param = self._chat_prompt(body.messages, body, add_generation_prompt=False), "messages"
+            prompt, param = self._chat_prompt(body.messages, body, add_generation_prompt=False).ids, "messages"
         else:
             prompt, param = body.prompt, "prompt"
             if isinstance(prompt, str):
@@ -108,10 +153,11 @@ class Kitchen:
         options = RequestOptions(
             cache_salt=salt_of(caller, body.cache_salt, from_api_key=self.salt_from_api_key),
             timeout_s=self.timeout_s,
+            arrival_s=caller.arrived_s,
             param=param,
             pin=name_of(body.name, "name"),
         )
-        answer = Answer(kind="pin", model=self.model_name, n=1, tokenizer=None, failure_status=409)
+        answer = Answer(api=COMPLETION, model=self.model_name, failure_status=409)
         return self._prepared(answer, params, [prompt], options, unknown)
 
     def _shown(self, ids: list[int], params: SamplingParams) -> str:
@@ -121,41 +167,48 @@ class Kitchen:
             ids[-(params.truncate_prompt_tokens or 0) :], skip_special_tokens=params.skip_special_tokens
         )
 
-    def _answer(self, body: GenerationBody, kind: Any, *, logprobs: int | None) -> Answer:
-        if body.model is not None and body.model != self.model_name:
-            raise model_not_found(body.model, self.model_name)
+    def _answer(self, body: GenerationBody, api: Api, caller: Caller, *, logprobs: int | None) -> Answer:
+        self.check_model(body.model)
         if self.tokenizer is None and (logprobs is not None or body.prompt_logprobs is not None):
             raise RequestError("log-probabilities need a tokenizer and this engine has none", param="logprobs")
         options = body.stream_options
         return Answer(
-            kind=kind,
+            api=api,
             model=self.model_name,
+            client_id=caller.request_id,
             n=body.n or 1,
             tokenizer=self.tokenizer,
             stream=bool(body.stream),
-            include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.continuous_usage_stats),
-            return_token_ids=bool(body.return_token_ids) or self.tokenizer is None,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs is not None,
             stream_interval=self.stream_interval,
+            shown=Shown(
+                ids=bool(body.return_token_ids) or self.tokenizer is None,
+                logprobs=logprobs,
+                prompt_logprobs=body.prompt_logprobs is not None,
+            ),
+            usage=UsageShown(
+                at_end=bool(options and options.include_usage) or bool(body.return_timing),
+                in_pieces=bool(options and options.continuous_usage_stats),
+                timing=bool(body.return_timing),
+            ),
         )
 
     def _chat_prompt(
         self, messages: list[dict[str, Any]], body: ChatBody | PinBody, *, add_generation_prompt: bool
-    ) -> list[int]:
+    ) -> Rendered:
         if self.template is None or self.tokenizer is None:
             raise RequestError("a chat needs a tokenizer and this engine has none: send ids to /v1/completions",
                                param="messages")  # fmt: skip
-        variables = dict(body.chat_template_kwargs or {})
-        if "chat_template" in variables:
-            raise RequestError("a request may not bring a chat template", param="chat_template_kwargs")
+        variables = variables_of(body)
         try:
             text = self.template.render(
-                plain_messages(messages), add_generation_prompt=add_generation_prompt, extra=variables
+                plain_messages(messages, arguments_as_text=has_calls(messages) and self.template.arguments_as_text),
+                tools=tool_use_of(body).shown if isinstance(body, ChatBody) else None,
+                add_generation_prompt=add_generation_prompt,
+                extra=variables,
             )
+            check_roles(messages, self.template.source)  # behind the template, whose own message says more
             # The template writes BOS itself, so the tokenizer must not.
-            return self.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+            return Rendered(text, self.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
         except RequestError:
             raise
         except ValueError as error:
@@ -172,10 +225,12 @@ class Kitchen:
             cache_salt=salt_of(caller, body.cache_salt, from_api_key=self.salt_from_api_key),
             conversation=name_of(conversation, param),
             retention=as_retention_config(body.kv_cache_retention_config),
-            timeout_s=self.timeout_s,
+            grammar_param=guided_of(body).param,
+            timeout_s=self.time_limit_s(body.timeout),
+            arrival_s=caller.arrived_s,
             unset=HTTP_UNSET,
             default_max_tokens=default_max_tokens,
-            param="messages" if answer.kind == "chat" else "prompt",
+            param=answer.api.prompt,
         )
 
     def _prepared(
@@ -185,15 +240,19 @@ class Kitchen:
         prompts: list[list[int]],
         options: RequestOptions,
         unknown: list[str],
+        *,
+        new_text: NewText | None = None,
     ) -> Prepared:
-        if answer.stream and answer.prompt_logprobs:
+        if answer.stream and answer.shown.prompt_logprobs:
             raise RequestError("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
         collectors: list[Collector] = []
         together: list[Request] = []
         for index, ids in enumerate(prompts):
-            own = replace(options, label=answer.id if len(prompts) == 1 else f"{answer.id}/{index}")
+            own = replace(options, label=answer.label if len(prompts) == 1 else f"{answer.label}/{index}")
             requests, resolved = self.builder.build(ids, params, allocate=self.allocate, options=own)
-            collectors.append(Collector(requests, resolved, tokenizer=self.tokenizer, streaming=answer.stream))
+            collectors.append(
+                Collector(requests, resolved, tokenizer=self.tokenizer, streaming=answer.stream, new_text=new_text)
+            )
             together += requests
         return Prepared(answer, collectors, together, unknown)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from headrace import wire
@@ -33,6 +34,9 @@ class Pump:
         self._router = router
         self._deliver = deliver
         self._on_control = on_control
+        self.progress_s = 0.0
+        """time.monotonic() when the runtime last told of a step, or got something to do. An answer to a question is no
+        sign of one."""
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="headrace-pump", daemon=True)
 
@@ -52,6 +56,7 @@ class Pump:
             try:
                 message = wire.decode_down(frame)
                 if isinstance(message, wire.Outputs):
+                    self.progress_s = time.monotonic()
                     self._handle(message)
                 else:
                     self._on_control(message)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -21,7 +24,7 @@ from headrace.server.app import make_app
 from headrace.server.protocol import Connection
 from headrace.server.service import Service, ServiceOptions
 
-__all__ = ["Outcome", "bind", "serve", "url_of"]
+__all__ = ["Fronts", "Outcome", "Process", "Tls", "bind", "is_public", "serve", "url_of"]
 
 log = get("server")
 
@@ -31,6 +34,7 @@ LAST_WORDS_S = 0.3
 FLUSH_TIMEOUT_S = 5
 """For clients to take the last bytes of their answers."""
 BACKLOG = 2048
+READY_PERIOD_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,85 @@ def _remedy(error: OSError) -> str:
     return "end what uses it or choose another --port"
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_public(listener: socket.socket) -> bool:
+    """Whether other machines may reach it."""
+    return not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+@dataclass(frozen=True)
+class Tls:
+    """PEM files; checked before."""
+
+    certfile: str
+    keyfile: str | None = None
+    password: str | None = None
+    ca_certs: str | None = None
+    """With it, clients have to show a certificate."""
+
+    def options(self) -> dict[str, Any]:
+        """uvicorn's."""
+        return {
+            "ssl_certfile": self.certfile,
+            "ssl_keyfile": self.keyfile,
+            "ssl_keyfile_password": self.password,
+            "ssl_ca_certs": self.ca_certs,
+            "ssl_cert_reqs": ssl.CERT_NONE if self.ca_certs is None else ssl.CERT_REQUIRED,
+        }
+
+
+class Fronts(Protocol):
+    """Further server processes, which share the listener and the runtime."""
+
+    def start(self, runtime: ChildRuntime, listener: socket.socket) -> None: ...
+
+    @property
+    def cause_of_death(self) -> str:
+        """One line on a process that has ended though nobody told it to; "" while all live."""
+        ...
+
+    def signal(self, number: signal.Signals) -> None: ...
+
+    def tell_end(self, runtime: ChildRuntime) -> None:
+        """The runtime has ended."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """None is left afterwards; safe to call twice."""
+        ...
+
+
+class _NoFronts:
+    cause_of_death = ""
+
+    def start(self, runtime: ChildRuntime, listener: socket.socket) -> None:
+        pass
+
+    def signal(self, number: signal.Signals) -> None:
+        pass
+
+    def tell_end(self, runtime: ChildRuntime) -> None:
+        pass
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+NO_FRONTS: Fronts = _NoFronts()
+
+
+@dataclass(frozen=True)
+class Process:
+    """What this server process is beside its service."""
+
+    tls: Tls | None = None
+    fronts: Fronts = NO_FRONTS
+    waits_until_ready: bool = False
+    """Takes no connection before it can answer: another process does meanwhile."""
 
 
 def serve(
@@ -87,10 +167,11 @@ def serve(
     options: ServiceOptions,
     *,
     version: str,
+    process: Process | None = None,
 ) -> Outcome:
     """Serve until a signal or a failure. No child is left when it returns."""
     _allow_connections()
-    return asyncio.run(_Life(listener, runtime, load_text, options, version).run())
+    return asyncio.run(_Life(listener, runtime, load_text, options, version, process or Process()).run())
 
 
 def _allow_connections() -> None:
@@ -116,10 +197,13 @@ class _Life:
         load_text: Callable[[], TextSide],
         options: ServiceOptions,
         version: str,
+        process: Process,
     ) -> None:
         self._listener = listener
         self._runtime = runtime
         self._options = options
+        self._process = process
+        self._url = url_of(listener, scheme="http" if process.tls is None else "https")
         self._service = Service(options, load_text)
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
@@ -133,30 +217,44 @@ class _Life:
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+            **({} if process.tls is None else process.tls.options()),
         )
         self._server = _Uvicorn(config)
 
     async def run(self) -> Outcome:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: it shall outlive its terminal
+            loop.add_signal_handler(number, self._on_signal, number)
+        serving = asyncio.create_task(self._serve())
         watching = asyncio.create_task(self._watch())
+        fronts = self._process.fronts
         try:
             self._runtime.start()
             self._service.start(self._runtime.address)
-            log.info("listening on %s, loading %s", url_of(self._listener), self._options.model_name)
+            fronts.start(self._runtime, self._listener)
+            log.info("listening on %s, loading %s", self._url, self._options.model_name)
             await self._until_end(serving)
             self._server.should_exit = True
             await asyncio.wait({serving}, timeout=FLUSH_TIMEOUT_S + 1)
         finally:
             watching.cancel()
             await self._service.close()
+            await asyncio.to_thread(fronts.close, FLUSH_TIMEOUT_S + 1)
             await asyncio.to_thread(self._runtime.close, 4.0)
         return self._outcome()
 
-    def _on_signal(self) -> None:
-        (self._force if self._stop.is_set() else self._stop).set()
+    async def _serve(self) -> None:
+        while self._process.waits_until_ready and self._service.state == "loading":
+            await asyncio.sleep(READY_PERIOD_S)
+        await self._server.serve(sockets=[self._listener])
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        first = not self._stop.is_set()
+        log.info("%s: %s", number.name, "stopping" if first else "stopping at once")
+        (self._stop if first else self._force).set()
+        self._process.fronts.signal(number)
 
     async def _until_end(self, serving: asyncio.Task[None]) -> None:
         """Return when nothing is running any more, and nothing shall."""
@@ -166,7 +264,7 @@ class _Life:
         while service.failure is None and not self._stop.is_set() and not serving.done():
             if service.state == "ready" and not was_ready:
                 was_ready = True
-                log.info("ready: %s at %s/v1", self._options.model_name, url_of(self._listener))
+                log.info("ready: %s at %s/v1", self._options.model_name, self._url)
             changed = asyncio.create_task(service.changed.wait())
             await asyncio.wait({changed, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
@@ -200,9 +298,13 @@ class _Life:
             await self._service.changed.wait()
 
     async def _watch(self) -> None:
-        """Notice a runtime that ends without a word."""
+        """Notice a runtime, or another server process, that ends without a word."""
+        fronts = self._process.fronts
         while self._runtime.returncode is None:
+            if (cause := fronts.cause_of_death) and not self._stop.is_set():
+                self._service.fail(wire.Failed(cause))
             await asyncio.sleep(WATCH_PERIOD_S)
+        fronts.tell_end(self._runtime)
         await asyncio.sleep(LAST_WORDS_S)
         self._service.fail(wire.Failed(cause_of_death(self._runtime), bad_input=self._runtime.returncode == 2))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from headrace import wire
 from headrace.front.errors import RequestError
@@ -18,10 +20,14 @@ from headrace.server.errors import Unavailable
 from headrace.server.feed import Feed
 from headrace.server.job import Job
 from headrace.server.link import RuntimeLink
+from headrace.server.meter import Meter
+from headrace.server.metrics import Metrics
+from headrace.server.parsing import choose_parsing
 from headrace.server.prepare import Kitchen, Prepared
 from headrace.server.pump import Batch, Pump
+from headrace.server.replies import GONE_STATUS
 
-__all__ = ["Service", "ServiceOptions", "State"]
+__all__ = ["Apis", "Operations", "Service", "ServiceOptions", "State"]
 
 log = get("server")
 
@@ -29,8 +35,45 @@ State = Literal["loading", "ready", "draining", "failed"]
 
 RETRY_LOADING_S = 5
 ASK_TIMEOUT_S = 10.0
-FRONT = 1
+MAX_RETRY_S = 60
+STALL_PERIOD_S = 0.5
 WORKER_NAME = "headrace-input"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """What operators choose beside the limits."""
+
+    front: int = 1
+    """Number of this server process; its requests' ids begin with it."""
+    num_fronts: int = 1
+    """Server processes that share the port. What one of them keeps in memory, the others don't have."""
+    metrics_open: bool = False
+    """Metrics may be read without a key."""
+    strict_fields: bool = False
+    """An unknown field of a body is an error instead of a warning."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call; "*" is any."""
+    middleware: tuple[Any, ...] = ()
+    """ASGI middleware classes, the first one outermost."""
+    buckets: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`prometheus_metrics_config`."""
+    can_profile: bool = False
+    shown: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The server's options as anybody with a key may see them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apis:
+    """Which of them there are, and what they keep."""
+
+    max_stored_responses: int = 1000
+    """Of /v1/responses, for GET and `previous_response_id`; 0 stores none."""
+    max_stored_response_bytes: int = 256 << 20
+    embeddings_only: bool = False
+    """No route that generates."""
+    embedding_pooling: Literal["auto", "last", "mean"] = "auto"
+    """Where a request names none; auto is what the model's files state, else `last`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +90,14 @@ class ServiceOptions:
     """Without a finished step for so long while requests run, the server isn't ready."""
     num_workers: int = 8
     """Threads that render templates and tokenise."""
+    reasoning_parser: str | None = None
+    """A name of `server/parsers`, auto, or None for none."""
+    tool_parser: str | None = None
     api_keys: tuple[str, ...] = ()
     cache_salt_from_api_key: bool = False
     """A prefix is shared by requests of one API key only; needs `api_keys`."""
+    operations: Operations = Operations()
+    apis: Apis = Apis()
 
 
 @dataclass
@@ -59,6 +107,8 @@ class Counters:
     accepted: int = 0
     rejected: int = 0
     disconnected: int = 0
+    entering: int = 0
+    """Now: requests that are being prepared."""
     warned: set[str] = field(default_factory=set[str])
     """Unknown field names that have been logged."""
 
@@ -71,10 +121,9 @@ class Service:
         self.options = options
         self.state: State = "loading"
         self.failure: wire.Failed | None = None
-        self.router = Router(FRONT)
+        self.router = Router(options.operations.front)
         self.counters = Counters()
-        self._progress_s = time.monotonic()
-        """When the runtime was last heard of, or began to have work."""
+        self.meter = Meter(Metrics(options.model_name, buckets=options.operations.buckets))
         self.jobs: set[Job] = set()
         self.workers = ThreadPoolExecutor(options.num_workers, thread_name_prefix=WORKER_NAME)
         self.changed = asyncio.Event()
@@ -84,22 +133,22 @@ class Service:
         self._info: asyncio.Future[wire.ModelInfo] | None = None
         self._link: RuntimeLink | None = None
         self._pump = Pump(self.router, deliver=self._deliver_soon, on_control=self._control_soon)
-        self._settling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     # ---- life --------------------------------------------------------------------------------
 
     def start(self, address: str) -> None:
         """Connect to the runtime, which may still be loading."""
         self._info = asyncio.get_running_loop().create_future()
-        self._settling = asyncio.create_task(self._become_ready(self._info))
+        self._tasks = [asyncio.create_task(self._become_ready(self._info)), asyncio.create_task(self._watch_steps())]
         self._pump.start()
-        self._link = RuntimeLink(address, self._on_frame, front=FRONT, on_failure=self._link_failed)
+        self._link = RuntimeLink(address, self._pump.put, front=self.router.front, on_failure=self._link_failed)
         self._link.start()
 
     async def close(self) -> None:
         self._pump.close()
-        if self._settling is not None:
-            self._settling.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._link is not None:
             await self._link.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
@@ -122,6 +171,7 @@ class Service:
         """End what is running with an error, as the last event of each stream."""
         for job in list(self.jobs):
             self._abort_ids(job)
+            self.meter.abandon(job.collectors, code)
             written = job.fail(message, status=status, code=code)
             self._deliver_one(job, written.data, written.error)
 
@@ -132,8 +182,21 @@ class Service:
     @property
     def is_stalled(self) -> bool:
         """Requests run, and the engine has finished no step for `stall_timeout_s`."""
-        silent_s = time.monotonic() - self._progress_s
+        silent_s = time.monotonic() - self._pump.progress_s
         return self.state == "ready" and bool(self.jobs) and silent_s > self.options.stall_timeout_s
+
+    async def _watch_steps(self) -> None:
+        """Every stall is told once, while it lasts and when it is over."""
+        while True:
+            await asyncio.sleep(STALL_PERIOD_S)
+            if not self.is_stalled:
+                continue
+            self.meter.metrics.counters["engine_stalls"].inc()
+            log.error("no step for %g s while %d requests run: the server is not ready", self.options.stall_timeout_s,
+                      len(self.jobs))  # fmt: skip
+            while self.is_stalled:
+                await asyncio.sleep(STALL_PERIOD_S)
+            log.info("the engine makes steps again" if self.state == "ready" else "the engine has stopped")
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -147,24 +210,42 @@ class Service:
             raise Unavailable("the model is loading", code="model_loading", retry_after_s=RETRY_LOADING_S)
         return self._kitchen
 
-    def submit(self, prepared: Prepared) -> Job:
-        """Accept a prepared request; from now on it ends in exactly one way.
+    def require_entry(self) -> None:
+        """Raises Unavailable: the server doesn't take requests, or its queue is full."""
+        self.kitchen()
+        self._require_room(self.counters.entering + 1, 0)
+
+    @contextlib.contextmanager
+    def entering(self) -> Generator[Kitchen]:
+        """While a request is prepared: it has its place in the queue before any work is done for it."""
+        self.require_entry()
+        kitchen = self.kitchen()
+        self.counters.entering += 1
+        try:
+            yield kitchen
+        finally:
+            self.counters.entering -= 1
+
+    def submit(self, prepared: Prepared, *, is_probe: bool = False) -> Job:
+        """Accept a prepared request; from now on it ends in exactly one way. A probe finds room in a full queue too.
 
         Raises:
             Unavailable: the server doesn't take requests (any more), or its queue is full.
         """
         self.kitchen()
         requests = prepared.requests
-        self._require_room(len(requests), sum(len(request.prompt) for request in requests))
-        frame = wire.encode(wire.Submit(requests))  # first: a request that can't travel leaves nothing behind
+        if not is_probe:
+            self._require_room(len(requests), sum(len(request.prompt) for request in requests))
+        frame = prepared.frame  # first: a request that can't travel leaves nothing behind
         job = Job(prepared.answer, Feed())
         for collector in prepared.collectors:
             job.add(collector)
             self.router.add(collector)
         if not self.jobs:
-            self._progress_s = time.monotonic()
+            self._pump.progress_s = time.monotonic()
         self.jobs.add(job)
         self.counters.accepted += 1
+        self.meter.accept(job.collectors)
         self._send_frame(frame)
         return job
 
@@ -172,11 +253,11 @@ class Service:
         """Of the model that is served. Raises Unavailable until it is there."""
         return self.kitchen().builder.info
 
-    async def ask(self, question: wire.Question) -> wire.Answer:
+    async def ask(self, question: wire.Question, *, timeout_s: float | None = None) -> wire.Answer:
         """Raises Unavailable: no engine, or no answer in time."""
         self.kitchen()
         assert self._link is not None
-        answer = await self._link.ask(question, timeout_s=ASK_TIMEOUT_S)
+        answer = await self._link.ask(question, timeout_s=timeout_s or ASK_TIMEOUT_S)
         self.kitchen()
         if answer is None:
             raise Unavailable("the engine gave no answer in time", code="no_answer")
@@ -187,10 +268,11 @@ class Service:
         if job not in self.jobs:
             return
         self.counters.disconnected += 1
-        log.info("request %s: the client has disconnected", job.answer.id)
+        log.info("request %s: the client has disconnected", job.answer.label)
         self._abort_ids(job)
+        self.meter.abandon(job.collectors, "disconnected")
         job.ended = True
-        self._deliver_one(job, b"", RequestError("the client has disconnected", status=499))
+        self._deliver_one(job, b"", RequestError("the client has disconnected", status=GONE_STATUS))
 
     def _abort_ids(self, job: Job) -> None:
         ids = [request_id for collector in job.collectors for request_id in self.router.remove(collector)]
@@ -198,12 +280,24 @@ class Service:
             self._send(wire.Abort(ids))
 
     def _require_room(self, num_requests: int, num_tokens: int) -> None:
-        limit = self.options.max_queued_requests
-        if limit is not None and self.router.num_waiting + num_requests > limit:
-            raise Unavailable(f"the queue is full ({limit} requests)", status=429, code="queue_full")
-        limit = self.options.max_queued_tokens
-        if limit is not None and self.router.num_waiting_tokens + num_tokens > limit:
-            raise Unavailable(f"the queue is full ({limit} prompt tokens)", status=429, code="queue_full")
+        """Each server process has its share of the queue."""
+        options, share = self.options, self.options.operations.num_fronts
+        limit, waiting = options.max_queued_requests, self.router.num_waiting
+        if limit is not None and waiting + num_requests > -(-limit // share):
+            raise self._full(f"{limit} requests", waiting)
+        limit = options.max_queued_tokens
+        if limit is not None and self.router.num_waiting_tokens + num_tokens > -(-limit // share):
+            raise self._full(f"{limit} prompt tokens", waiting)
+
+    def _full(self, limit: str, num_waiting: int) -> Unavailable:
+        """A client may come back when about half of those that wait have begun."""
+        wait_s = math.ceil(self.meter.wait_of(-(-num_waiting // 2)))
+        return Unavailable(
+            f"the queue is full ({limit})",
+            status=429,
+            code="queue_full",
+            retry_after_s=min(max(wait_s, 1), MAX_RETRY_S),
+        )
 
     def _send(self, message: wire.Up) -> None:
         self._send_frame(wire.encode(message))
@@ -214,10 +308,6 @@ class Service:
 
     def _link_failed(self, error: BaseException) -> None:
         self.fail(wire.Failed(f"the link to the runtime broke: {type(error).__name__}: {error}"))
-
-    def _on_frame(self, frame: bytes) -> None:
-        self._progress_s = time.monotonic()
-        self._pump.put(frame)
 
     # ---- from the pump -----------------------------------------------------------------------
 
@@ -245,6 +335,7 @@ class Service:
 
     def _deliver_one(self, job: Job, data: bytes, error: RequestError | None) -> None:
         """A job's last piece."""
+        self.meter.abandon(job.collectors, "")  # where all have ended well, none is left to count
         if error is not None:
             job.feed.fail(error)
         else:
@@ -276,6 +367,7 @@ class Service:
             self._set_state("ready")
 
     def _make_kitchen(self, text: TextSide, info: wire.ModelInfo) -> Kitchen:
+        pooling = self.options.apis.embedding_pooling
         return Kitchen(
             model_name=self.options.model_name,
             tokenizer=text.tokenizer,
@@ -285,4 +377,12 @@ class Service:
             stream_interval=self.options.stream_interval,
             timeout_s=self.options.request_timeout_s,
             salt_from_api_key=self.options.cache_salt_from_api_key,
+            parsing=choose_parsing(
+                self.options.reasoning_parser,
+                self.options.tool_parser,
+                template=text.template,
+                tokenizer=text.tokenizer,
+                model_type=info.model_type,
+            ),
+            pooling=text.pooling if pooling == "auto" else pooling,
         )

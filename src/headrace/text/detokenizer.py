@@ -27,16 +27,25 @@ class Detokenizer:
     """The text of one sequence. `push` ids in order, then `flush` once."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_ids`: special tokens that have text even where special tokens are left out."""
         rule = tokenizer.decode_rule
+        skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         self._stream: _Stream
-        if rule is None:
+        if rule is None and shown_ids:
+            self._stream = _Filtered(_WindowStream(tokenizer, False, spaces_between_special_tokens), skipped)
+        elif rule is None:
             self._stream = _WindowStream(tokenizer, skip_special_tokens, spaces_between_special_tokens)
         elif rule.kind == "bytes":
-            self._stream = _ByteStream(tokenizer, skip_special_tokens)
+            self._stream = _ByteStream(tokenizer, skipped)
         else:
-            self._stream = _PieceStream(tokenizer, rule, skip_special_tokens)
+            self._stream = _PieceStream(tokenizer, rule, skipped)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; what may still change waits for later ids or `flush`."""
@@ -50,9 +59,9 @@ class Detokenizer:
 class _ByteStream:
     """Tokens are bytes of UTF-8: an unfinished character waits, an impossible one is U+FFFD at once."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
@@ -69,10 +78,10 @@ class _PieceStream:
     UTF-8, so its first character isn't known before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rule: DecodeRule, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, rule: DecodeRule, skipped: frozenset[int]) -> None:
         self._token = tokenizer.token
         self._rule = rule
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = skipped
         self._byte_run = bytearray()
         self._drop_in_next = rule.drop_in_first
         self._num_strip_left = rule.num_strip_left
@@ -115,6 +124,20 @@ class _PieceStream:
             text = text[len(self._rule.strip_left) :]
             self._num_strip_left -= 1
         return text
+
+
+class _Filtered:
+    """Another stream without some ids."""
+
+    def __init__(self, stream: _Stream, skipped: frozenset[int]) -> None:
+        self._stream = stream
+        self._skipped = skipped
+
+    def push(self, ids: Sequence[int]) -> str:
+        return self._stream.push([token_id for token_id in ids if token_id not in self._skipped])
+
+    def flush(self) -> str:
+        return self._stream.flush()
 
 
 class _WindowStream:

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
+from headrace.config.llm_args import LlmArgs
 from headrace.hub.errors import ModelError
 from headrace.hub.gguf import GgufFile
 from headrace.hub.source import ModelSource, resolve_model
 from headrace.text.gguf_tokenizer import build_gguf_tokenizer
 from headrace.text.hf_tokenizer import load_folder_tokenizer
-from headrace.text.slow_tokenizer import load_converted_tokenizer
+from headrace.text.slow_tokenizer import SlowTokenizer, load_converted_tokenizer
 from headrace.text.tokenizer import Tokenizer
 
-__all__ = ["load_tokenizer"]
+__all__ = ["as_tokenizer", "chosen_tokenizer", "load_tokenizer"]
 
 TokenizerMode = Literal["auto", "slow"]
+
+
+def chosen_tokenizer(args: LlmArgs, source: ModelSource) -> Tokenizer | None:
+    """The one that the configuration asks for: an object, one from elsewhere, the model's, or none.
+
+    Raises:
+        ModelError: as `load_tokenizer`.
+    """
+    if args.skip_tokenizer_init:
+        return None
+    given = args.tokenizer
+    if given is not None and not isinstance(given, str):
+        return as_tokenizer(given)
+    return load_tokenizer(source if given is None else given, mode=args.tokenizer_mode)
+
+
+def as_tokenizer(given: Any) -> Tokenizer:
+    """A caller's tokenizer object: one of ours as it is, one of transformers behind an adapter."""
+    return cast("Tokenizer", given) if hasattr(given, "decode_rule") else SlowTokenizer(given)
 
 
 def load_tokenizer(source: ModelSource | str | Path, *, mode: TokenizerMode = "auto") -> Tokenizer:

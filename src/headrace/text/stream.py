@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stops import StopChecker
@@ -24,6 +25,11 @@ class TextDelta:
     """The stop string, or the stop token id, that ended the sequence; None for EOS and every other end."""
     num_tokens_kept: int = 0
     """How many of the pushed ids belong to the output: all, or those up to the one that completed a stop string."""
+    events: Sequence[Any] = ()
+    """Where the output is told apart into reasoning, content and calls: what came (server/parsers). `text` is the
+    content then."""
+    num_reasoning: int = 0
+    """How many of the pushed ids belong to the reasoning."""
 
 
 class TextStream:

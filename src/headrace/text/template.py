@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -39,6 +40,8 @@ _GGUF_KEY = "tokenizer.chat_template"
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>")
 _PROBE = "headrace-probe"
+MAX_RENDER_S = 10.0
+"""Of one chat; a worker is held for it."""
 
 
 class TemplateError(ValueError):
@@ -80,7 +83,7 @@ class ChatTemplate:
         Keys of a message that are None are left out, as if they had not been given.
 
         Raises:
-            TemplateError: no template, the template refused the messages, or it is broken.
+            TemplateError: no template, the template refused the messages, it is broken, or it takes too long.
         """
         compiled = self._compile(_TOOL_USE if tools and _TOOL_USE in self._sources else _DEFAULT)
         variables = {
@@ -92,7 +95,9 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return compiled.render(variables)
+            return _written(compiled, variables)
+        except TemplateError:
+            raise
         except jinja2.TemplateError as error:
             raise TemplateError(error.message or type(error).__name__) from error
         except Exception as error:  # templates fail in any way on messages that they don't expect
@@ -107,6 +112,21 @@ class ChatTemplate:
         except TemplateError:
             return False
         return _PROBE in rendered and "'text'" not in rendered and '"text"' not in rendered
+
+    @cached_property
+    def arguments_as_text(self) -> bool:
+        """Whether the arguments of past calls must be JSON text; most templates want objects, which they write out."""
+        as_object, as_text = ({_PROBE: 1}, f'{{"{_PROBE}": 1}}')
+        try:
+            rendered = self.render(_probe_call(as_object))
+        except TemplateError:
+            rendered = f"'{_PROBE}'"
+        if f"'{_PROBE}'" not in rendered:
+            return False
+        try:
+            return _PROBE in self.render(_probe_call(as_text))
+        except TemplateError:
+            return False
 
     def unknown_tokens(self, tokenizer: Tokenizer) -> list[str]:
         """Control tokens written in the template that the tokenizer doesn't have as one id: a sign that they don't
@@ -133,6 +153,22 @@ class ChatTemplate:
                 raise TemplateError(f"the chat template is broken in line {error.lineno}: {error.message}") from error
             self._compiled[which] = compiled
         return compiled
+
+
+def _written(compiled: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """Piece by piece, so that a template that writes without end is stopped."""
+    deadline_s = time.monotonic() + MAX_RENDER_S
+    pieces: list[str] = []
+    for piece in compiled.generate(variables):
+        if time.monotonic() > deadline_s:
+            raise TemplateError(f"the chat template took longer than {MAX_RENDER_S:g} s: send shorter messages")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _probe_call(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def load_chat_template(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from headrace.seam import ExternalWork
 from headrace.transfer.port import KvMemory, NoWorker, WorkerConnector
@@ -29,18 +30,21 @@ class WorkerGuard:
                 f" {error})"
             ) from error
 
-    def begin_step(self, work: ExternalWork | None) -> None:
+    def save(self, work: ExternalWork | None) -> None:
+        """What comes before anybody who may overwrite the blocks."""
+        if work is None:
+            return
+        self._saving.update((request, copy_id) for copy_id, request in work.kept)
+        if work.meta is not None:
+            self._call(self._port.wait_for_save, work.meta)
+
+    def load(self, work: ExternalWork | None) -> None:
+        """What comes behind the plan's copies: one of them may still read what a load is going to overwrite."""
         if work is None:
             return
         self._loading.update((request, copy_id) for copy_id, request in work.loads)
-        self._saving.update((request, copy_id) for copy_id, request in work.kept)
-        if work.meta is None:
-            return
-        try:
-            self._port.wait_for_save(work.meta)
-            self._port.start_load_kv(work.meta)
-        except Exception:
-            self._break()
+        if work.meta is not None:
+            self._call(self._port.start_load_kv, work.meta)
 
     def take_done(self) -> list[tuple[int, bool]]:
         """(copy id, whether it worked) of what has ended since the last call."""
@@ -67,6 +71,12 @@ class WorkerGuard:
             self._port.close()
         except Exception:
             log.exception("the KV connector's worker side did not close")
+
+    def _call(self, part: Callable[[object], None], meta: object) -> None:
+        try:
+            part(meta)
+        except Exception:
+            self._break()
 
     def _break(self) -> None:
         log.exception("the KV connector's worker side failed: nothing more is loaded or saved")

@@ -124,7 +124,11 @@ class WorkerConnector(Protocol):
         ...
 
     def start_load_kv(self, meta: Any) -> None:
-        """Begins the loads of this `meta`, after `wait_for_save`; they may go on beside the steps."""
+        """Begins the loads of this `meta`; they may go on beside the steps.
+
+        After `wait_for_save` and after the plan's copies were queued, which may read what was in the blocks before:
+        whoever writes from a stream of its own lets it wait for the current one.
+        """
         ...
 
     def get_finished(self) -> Finished:

@@ -28,7 +28,7 @@ struct attention {
     int64_t num_rows, heads, kv_heads, dim, block_size, table_stride;
     int64_t q_stride, q_head_stride; /* in elements; `out` is contiguous */
     int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
-    int64_t window; /* 0: everything */
+    int64_t window; /* 0: everything; negative: chunks of so many tokens */
     int64_t sink_tokens; /* the first ones, which are seen beside the window */
     int64_t is_half, cache_is_half, threads;
     double scale, soft_cap; /* 0: none */
@@ -66,6 +66,12 @@ struct scratch {
     int32_t *last, *first;               /* [VECTORS] what a query vector sees */
     struct state part, total;
 };
+
+/* The first token in the window of a query, or in its chunk. */
+INLINE int64_t first_seen(const struct attention *a, int64_t position) {
+    if (a->window < 0) return position - position % -a->window;
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
 
 static int64_t state_floats(int64_t padded) { return VECTORS * (padded + 2); }
 static struct state state_at(float *at, int64_t padded) {
@@ -407,7 +413,7 @@ static int load_queries(const struct run *run, const struct unit *unit, struct s
             for (; d < a->dim; d++) to[d] = load_as(from, d, half);
             for (; d < run->padded_dim; d++) to[d] = 0.0f;
             s->last[r] = (int32_t)(position < last_cached ? position : last_cached);
-            s->first[r] = a->window && position >= a->window ? (int32_t)(position - a->window + 1) : 0;
+            s->first[r] = (int32_t)first_seen(a, position);
         }
     }
     return r;
@@ -494,7 +500,7 @@ static void see(const struct attention *a, struct unit *unit) {
     for (int64_t query = unit->first_query; query < unit->first_query + unit->num_queries; query++) {
         int64_t position = a->positions[query];
         int64_t end = position + 1 < cached ? position + 1 : cached;
-        int64_t begin = a->window && position >= a->window ? position - a->window + 1 : 0;
+        int64_t begin = first_seen(a, position);
         if (begin >= end) continue;
         if (begin < unit->begin) unit->begin = begin;
         if (end > unit->end) unit->end = end;

@@ -1,0 +1,1 @@
+"""Judging a model's answers, and whether two configurations differ. No torch."""

@@ -1,0 +1,154 @@
+"""What a model type does that its config doesn't say, and what it means by a key that a config leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.hub.mixers import Traits
+
+_QWEN_HYBRID = Traits(qk_norm="head", gated_query=True)
+_GEMMA3 = Traits(qk_norm="head", num_norms=4, is_tied=True, full_every=6)
+_GEMMA4 = Traits(qk_norm="head", num_norms=4, is_tied=True, full_every=6, layer_factor=True)
+TRAITS: Mapping[str, Traits] = {
+    "llama": Traits(),
+    "mistral": Traits(slides=True),
+    "mixtral": Traits(slides=True),
+    "qwen2_moe": Traits(qkv_bias=True, out_bias=False),
+    "glm4_moe": Traits(qk_norm="head", out_bias=False, router="wide"),
+    "llama4": Traits(),
+    "llama4_text": Traits(),
+    "phi3": Traits(slides=True),
+    "ministral": Traits(slides=True),
+    "ministral3": Traits(slides=True),
+    "mistral3": Traits(slides=True),
+    "granite": Traits(),
+    "seed_oss": Traits(),
+    "smollm3": Traits(is_tied=True),
+    "olmo2": Traits(qk_norm="all"),
+    "olmo3": Traits(qk_norm="all", full_every=4),
+    "exaone4": Traits(qk_norm="head", full_every=4),
+    "cohere2": Traits(num_norms=1, is_tied=True, full_every=4),
+    "glm4": Traits(num_norms=4, out_bias=False),
+    "nemotron": Traits(norm_bias=True, gated_mlp=False),
+    "hunyuan_v1_dense": Traits(qk_norm="head"),
+    "qwen2": Traits(qkv_bias=True, out_bias=False),
+    "qwen3": Traits(qk_norm="head"),
+    "qwen3_moe": Traits(qk_norm="head"),
+    "gemma2": Traits(num_norms=4, is_tied=True, full_every=2),
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "deepseek_v2": Traits(router="float32"),
+    "deepseek_v3": Traits(),
+    "deepseek_v32": Traits(),
+    "kimi_k2": Traits(),
+    "kimi_linear": Traits(router="wide"),
+    "glm_moe_dsa": Traits(),
+    "qwen3_next": _QWEN_HYBRID,
+    "qwen3_5_text": _QWEN_HYBRID,
+    "qwen3_5_moe_text": _QWEN_HYBRID,
+    "minimax_m2": Traits(qk_norm="all", router="corrected"),
+    "minimax_m3_vl_text": Traits(qk_norm="head", router="corrected"),
+    "gpt_oss": Traits(head_logits=True, full_every=2, qkv_bias=True, out_bias=True),
+    "nemotron_h": Traits(num_norms=1, one_part=True, gated_mlp=False, router="wide"),
+    "mamba2": Traits(num_norms=1, one_part=True, is_recurrent=True),
+    "granitemoehybrid": Traits(),
+}
+
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}  # fmt: skip
+_GEMMA4_DEFAULTS = {
+    **_GEMMA3_DEFAULTS, "vocab_size": 262_144, "num_hidden_layers": 30, "global_head_dim": 512, "sliding_window": 512,
+}  # fmt: skip
+_GEMMA2_DEFAULTS = {**_GEMMA3_DEFAULTS, "vocab_size": 256_000, "max_position_embeddings": 8192}
+_LLAMA4_DEFAULTS = {
+    "max_position_embeddings": 131_072, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16,
+    "intermediate_size": 8192, "intermediate_size_mlp": 16_384, "attention_chunk_size": 8192,
+    "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1,
+}  # fmt: skip
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
+    "ministral": {"max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
+    "ministral3": {"max_position_embeddings": 262_144, "num_key_value_heads": 8, "head_dim": 128},
+    "mistral3": {"max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
+    "granite": {"max_position_embeddings": 2048},
+    "seed_oss": {
+        "max_position_embeddings": 524_288,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "attention_out_bias": False,
+    },
+    "smollm3": {"max_position_embeddings": 32_768, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
+    "phi3": {"max_position_embeddings": 4096},
+    "olmo2": {"max_position_embeddings": 2048},
+    "olmo3": {"max_position_embeddings": 2048, "sliding_window": 4096},
+    "exaone4": {"max_position_embeddings": 2048, "num_key_value_heads": 32, "sliding_window": 4096},
+    "cohere2": {"max_position_embeddings": 8192, "sliding_window": 4096},
+    "glm4": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "attention_bias": True,
+    },
+    "nemotron": {"max_position_embeddings": 4096},
+    "hunyuan_v1_dense": {"max_position_embeddings": 2048},
+    "gemma2": _GEMMA2_DEFAULTS,
+    "qwen2": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
+    "mixtral": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+    },
+    "glm4_moe": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "use_qk_norm": False,
+    },
+    "minimax_m2": {"max_position_embeddings": 196_608, "num_key_value_heads": 8, "head_dim": 128},
+    "gpt_oss": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+    "llama4": _LLAMA4_DEFAULTS,
+    "llama4_text": _LLAMA4_DEFAULTS,
+    "gemma3": _GEMMA3_DEFAULTS,
+    "gemma3_text": _GEMMA3_DEFAULTS,
+    "gemma4": _GEMMA4_DEFAULTS,
+    "gemma4_text": _GEMMA4_DEFAULTS,
+    "kimi_linear": {"model_max_length": 1_048_576},
+    "nemotron_h": {"mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 4096},
+    "mamba2": {
+        "num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4,
+        "max_position_embeddings": 1_048_576,
+    },
+    "granitemoehybrid": {
+        "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+        "mamba_d_head": "auto",
+    },
+}  # fmt: skip
+"""What transformers takes for keys that a config leaves out."""

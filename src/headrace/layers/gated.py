@@ -1,0 +1,83 @@
+"""Attention whose result is gated by the token itself (Qiu et al. 2025): each query head is projected with a gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.quantise import PLAIN
+from headrace.layers.attention import Attention, KvScales
+from headrace.layers.decoder import PreNormLayer
+from headrace.layers.factory import LayerFactory
+from headrace.layers.linear import Output
+from headrace.layers.norm import HeadNorm
+from headrace.layers.port import Act, AttentionSpec, ForwardStep, Mixer, Projected
+
+
+class GatedAttention(Attention):
+    """The packed projection has (query, gate) of each head in turn, then keys and values."""
+
+    def split(self, act: Act, step: ForwardStep) -> tuple[Projected, Tensor]:
+        """[tokens, hidden] -> (the packed heads, gates [tokens, heads * dim])"""
+        packed = self.qkv(act)
+        width = self.spec.num_heads * self.spec.head_dim
+        q, gate = packed[:, : 2 * width].unflatten(-1, (self.spec.num_heads, -1)).chunk(2, -1)
+        heads = torch.cat((q.flatten(1), packed[:, 2 * width :]), -1)
+        return self.ready(heads, step), gate.flatten(1)
+
+
+class GatedPreNormLayer(PreNormLayer):
+    """As `PreNormLayer`, with gated attention."""
+
+    attention: GatedAttention
+
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
+        act, residual = self.input_norm(partial, residual)
+        return self.attention.split(act, step), residual
+
+    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
+        packed, gate = mixer_input
+        mixed = mixer(packed, PLAIN)
+        return Act(mixed.data * torch.sigmoid(gate))
+
+
+def gated_attention(
+    factory: LayerFactory,
+    name: str,
+    *,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope: str,
+    bias: bool,
+    q_norm: HeadNorm,
+    k_norm: HeadNorm,
+) -> GatedAttention:
+    """Modules `{name}.qkv` (slots q, of query and gate by head, k, v) and `{name}.out`. Heads are the whole model's."""
+    heads = factory.parallel.heads(num_heads, num_kv_heads)
+
+    def output(slot: str, count: int, share: tuple[int, int], dim: int) -> Output:
+        return Output(slot, count * dim, (share[0] * dim, share[1] * dim))
+
+    outputs = [
+        output("q", num_heads, heads.q, 2 * head_dim),
+        output("k", num_kv_heads, heads.kv, head_dim),
+        output("v", num_kv_heads, heads.kv, head_dim),
+    ]
+    kv_scales = KvScales(f"{name}.qkv", device=factory.device)
+    factory.modules.append(kv_scales)
+    share = (heads.q[0] * head_dim, heads.q[1] * head_dim)
+    return GatedAttention(
+        factory.column(f"{name}.qkv", hidden_size, outputs, bias=bias),
+        factory.row(f"{name}.out", num_heads * head_dim, hidden_size, share=share, bias=bias),
+        spec=AttentionSpec(
+            num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5
+        ),
+        rope=rope,
+        kv_scales=kv_scales,
+        q_norm=q_norm,
+        k_norm=k_norm,
+    )

@@ -1,0 +1,70 @@
+"""The indexer of DeepSeek Sparse Attention (DeepSeek-AI 2025): which tokens a layer's queries see."""
+
+from __future__ import annotations
+
+from headrace.attention._latent import IndexProjected, IndexSpec
+from headrace.kernels.rope import apply_rope
+from headrace.layers.factory import LayerFactory
+from headrace.layers.linear import Linear, replicated_linear
+from headrace.layers.norm import Norm
+from headrace.layers.port import Act, Rope
+from headrace.quant.none import Dense
+
+INDEXER_RULES = {
+    "model.layers.*.self_attn.indexer.wq_b.*": "layers.*.attention.indexer.q.*",
+    "model.layers.*.self_attn.indexer.wk.*": "layers.*.attention.indexer.k.*",
+    "model.layers.*.self_attn.indexer.k_norm.*": "layers.*.attention.indexer.k_norm.*",
+    "model.layers.*.self_attn.indexer.weights_proj.*": "layers.*.attention.indexer.weights.*",
+}
+"""The names that Hugging Face checkpoints use."""
+
+NORM_EPS = 1e-6
+
+
+class Indexer:
+    """Queries, keys and head weights of the indexer. Every rank computes all of it."""
+
+    def __init__(
+        self, *, q: Linear, k: Linear, k_norm: Norm, weights: Linear, spec: IndexSpec, interleaved: bool
+    ) -> None:
+        """
+        Args:
+            interleaved: rope turns neighbouring features (2i, 2i + 1), not i and i + half.
+        """
+        self.q = q
+        self.k = k
+        self.k_norm = k_norm
+        self.weights = weights
+        self.spec = spec
+        self.interleaved = interleaved
+
+    def project(self, act: Act, q_act: Act, rope: Rope) -> IndexProjected:
+        """
+        Args:
+            act: [tokens, hidden], what the layer's first products take.
+            q_act: [tokens, q rank], what queries are made of.
+        """
+        q = self.q(q_act).unflatten(-1, (self.spec.num_heads, self.spec.dim))
+        k = self.k_norm(None, self.k(act))[0].data[:, None]
+        q, k = apply_rope(q, k, rope.cos, rope.sin, interleaved=self.interleaved)
+        weights = self.weights(act).float() * self.spec.num_heads**-0.5
+        return IndexProjected(q, k[:, 0], weights)
+
+
+def indexer(
+    factory: LayerFactory, name: str, *, hidden_size: int, q_rank: int, spec: IndexSpec, interleaved: bool
+) -> Indexer:
+    """Modules `{name}.q`, `{name}.k`, `{name}.k_norm` and `{name}.weights`, which is plain in every checkpoint."""
+    weights = replicated_linear(
+        f"{name}.weights", hidden_size, spec.num_heads,
+        bias=False, recipe=Dense(), dtype=factory.dtype, device=factory.device,
+    )  # fmt: skip
+    factory.modules.append(weights)
+    return Indexer(
+        q=factory.linear(f"{name}.q", q_rank, spec.num_heads * spec.dim),
+        k=factory.linear(f"{name}.k", hidden_size, spec.dim),
+        k_norm=factory.layer_norm(f"{name}.k_norm", spec.dim, eps=NORM_EPS, bias=True),
+        weights=weights,
+        spec=spec,
+        interleaved=interleaved,
+    )

@@ -1,0 +1,155 @@
+"""Kimi Delta Attention (Kimi Team 2025): the delta rule with a decay by key feature, and a low-rank output gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.delta_rule import delta_rule
+from headrace.kernels.rms_norm import rms_norm
+from headrace.kernels.short_conv import short_conv
+from headrace.layers.factory import LayerFactory
+from headrace.layers.linear import Linear, Output
+from headrace.layers.norm import Norm
+from headrace.layers.port import Act, LiveState, StateSpec
+from headrace.layers.recurrent import SmallWeights
+from headrace.layers.weights import Part, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSizes:
+    """Heads of the whole model; keys and values have as many features."""
+
+    num_heads: int
+    dim: int
+    kernel: int
+
+
+class KimiDeltaProjected(NamedTuple):
+    """One layer's projections of a step."""
+
+    qkv: Tensor  # [tokens, channels]: q, k, v of this rank's heads, before the convolution
+    decay: Tensor  # [tokens, heads, dim], before the softplus
+    gate: Tensor  # [tokens, heads, dim], before the sigmoid
+    beta: Tensor  # [tokens, heads], before the sigmoid
+
+
+class KimiDelta:
+    """One block on one rank, which holds whole heads."""
+
+    def __init__(
+        self,
+        *,
+        qkv: Linear,
+        beta: Linear,
+        down: Linear,
+        forget: Linear,
+        gate: Linear,
+        small: SmallWeights,
+        out: Linear,
+        sizes: KimiDeltaSizes,
+        eps: float,
+        state: StateSpec,
+    ) -> None:
+        """
+        Args:
+            down: to what `forget` takes, then what `gate` takes; every rank computes all of it.
+            sizes: with this rank's heads.
+        """
+        self.qkv = qkv
+        self.beta = beta
+        self.down = down
+        self.forget = forget
+        self.gate = gate
+        self.small = small
+        self.out = out
+        self.sizes = sizes
+        self.eps = eps
+        self.state = state
+
+    def feed_from(self, norm: Norm) -> None:
+        """Several products take what the norm yields, so it stays plain."""
+
+    def project(self, act: Act) -> KimiDeltaProjected:
+        forget, gate = self.down(act).split(self.sizes.dim, -1)
+        by_head = (self.sizes.num_heads, self.sizes.dim)
+        return KimiDeltaProjected(
+            qkv=self.qkv(act),
+            decay=self.forget(Act(forget.contiguous())).unflatten(-1, by_head),
+            gate=self.gate(Act(gate.contiguous())).unflatten(-1, by_head),
+            beta=self.beta(act),
+        )
+
+    def mix(self, projected: KimiDeltaProjected, live: LiveState) -> Act:
+        small, by_head = self.small, (self.sizes.num_heads, self.sizes.dim)
+        conv, state = live.tensors
+        mixed = short_conv(projected.qkv, small["conv"][:, 0], None, conv, live.step)
+        q, k, v = (part.unflatten(-1, by_head) for part in mixed.chunk(3, -1))
+        speed = F.softplus(projected.decay.float() + small["time_bias"].float().view(by_head))
+        out = delta_rule(
+            q,
+            k,
+            v,
+            decay=-small["decay"].float().exp().view(-1, 1) * speed,
+            beta=projected.beta.float().sigmoid(),
+            state=state,
+            step=live.step,
+        )
+        normed = rms_norm(out.flatten(0, 1), small["norm"].float(), self.eps)
+        assert isinstance(normed, Tensor)
+        gated = normed.view(out.shape) * projected.gate.float().sigmoid()
+        return Act(gated.flatten(1).to(projected.qkv.dtype))
+
+    def output(self, mixed: Act) -> Tensor:
+        """[tokens, heads * dim] -> [tokens, hidden], partial"""
+        return self.out(mixed)
+
+
+def kimi_delta(
+    factory: LayerFactory, name: str, *, hidden_size: int, sizes: KimiDeltaSizes, eps: float, state_dtype: torch.dtype
+) -> KimiDelta:
+    """A block.
+
+    Modules: `{name}.qkv` and `{name}.conv` (slots q, k, v), `{name}.beta`, `{name}.down` (slots forget, gate),
+    `{name}.forget`, `{name}.gate`, `{name}.decay`, `{name}.time_bias`, `{name}.norm`, `{name}.out`.
+    """
+    width, dim = sizes.num_heads * sizes.dim, sizes.dim
+    start, stop = factory.parallel.heads(sizes.num_heads, sizes.num_heads).q
+    share = (start * dim, stop * dim)
+    small = SmallWeights(
+        name,
+        {
+            "conv": [Slot(slot, (width, 1, sizes.kernel), Part(0, *share)) for slot in ("q", "k", "v")],
+            "decay": [Slot("", (1, 1, sizes.num_heads, 1), Part(2, start, stop))],
+            "time_bias": [Slot("", (width,), Part(0, *share))],
+            "norm": [Slot("", (dim,))],
+        },
+        dtypes={"conv": factory.dtype, "decay": torch.float32, "time_bias": torch.float32, "norm": factory.dtype},
+        device=factory.device,
+    )
+    factory.modules.append(small)
+    local = KimiDeltaSizes(stop - start, dim, sizes.kernel)
+    channels = 3 * local.num_heads * dim
+    return KimiDelta(
+        qkv=factory.column(
+            f"{name}.qkv", hidden_size, [Output(slot, width, share) for slot in ("q", "k", "v")], bias=False
+        ),
+        beta=factory.column(f"{name}.beta", hidden_size, [Output("", sizes.num_heads, (start, stop))], bias=False),
+        down=factory.column(
+            f"{name}.down", hidden_size, [Output(slot, dim, (0, dim)) for slot in ("forget", "gate")], bias=False
+        ),
+        forget=factory.column(f"{name}.forget", dim, [Output("", width, share)], bias=False),
+        gate=factory.column(f"{name}.gate", dim, [Output("", width, share)], bias=False),
+        small=small,
+        out=factory.row(f"{name}.out", width, hidden_size, share=share, bias=False),
+        sizes=local,
+        eps=eps,
+        state=StateSpec(
+            ((channels, sizes.kernel - 1), (local.num_heads, dim, dim)),
+            (factory.dtype, state_dtype),
+        ),
+    )

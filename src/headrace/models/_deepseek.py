@@ -1,0 +1,147 @@
+"""What DeepSeek's architectures and their followers share: latent attention, experts behind some dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from headrace.layers.decoder import PRE_NORM_RULES, ROTARY_NAMES, Decoder
+from headrace.layers.experts import Experts, Routing, expert_act, expert_rules
+from headrace.layers.factory import LayerFactory
+from headrace.layers.hf_config import HfConfig
+from headrace.layers.indexer import INDEXER_RULES, Indexer
+from headrace.layers.latent import LatentLayer, LatentSizes, latent_attention
+from headrace.layers.mlp import Mlp
+from headrace.layers.rope import max_position, rope_settings
+from headrace.layers.weights import WeightMap
+
+V3_DEFAULTS: Mapping[str, Any] = {
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 128,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+"""What transformers takes for keys that a V3 config leaves out."""
+
+
+class LatentDecoder(Decoder):
+    """A V3. Those that differ say how in `defaults`, `routing` and `indexer`."""
+
+    layer_kinds = frozenset({"latent"})
+    has_experts = True
+    defaults: ClassVar[Mapping[str, Any]] = V3_DEFAULTS
+    has_correction: ClassVar[bool] = True
+    """Experts' scores are corrected when they are chosen."""
+    is_sparse: ClassVar[bool] = False
+    """Queries see the tokens that an indexer chose."""
+
+    def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
+        config = config.with_defaults(self.defaults)
+        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
+        num_layers = config.integer("num_hidden_layers")
+        is_tied = config.flag("tie_word_embeddings", False)
+        embedding = factory.embedding("embed", vocab_size, hidden_size)
+        super().__init__(
+            embedding=embedding,
+            layers=[self._layer(config, factory, index) for index in range(num_layers)],
+            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6)),
+            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
+            ropes={"all": factory.rotary(rope_settings(config), config.integer("qk_rope_head_dim"))},
+            max_position=max_position(config),
+        )
+        plain = {name: place for name, place in PRE_NORM_RULES.items() if ".self_attn." not in name}
+        experts = expert_rules("model.layers.*.mlp", "layers.*.mlp")
+        drafting = config.integer("num_nextn_predict_layers", 1, least=0)
+        self._weights = factory.weight_map(
+            {**plain, **experts, **LatentSizes.of(config).rules, **INDEXER_RULES},
+            ignored=ROTARY_NAMES,
+            kept=[f"model.layers.{num_layers + index}.**" for index in range(drafting)],
+            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
+        )
+
+    def weight_map(self) -> WeightMap:
+        return self._weights
+
+    @staticmethod
+    def routing(config: HfConfig) -> Routing:
+        return Routing(
+            num_experts=config.integer("n_routed_experts"),
+            top_k=config.integer("num_experts_per_tok"),
+            scoring="sigmoid",
+            normalise=config.flag("norm_topk_prob", True),
+            scaling=config.number("routed_scaling_factor"),
+            num_groups=config.integer("n_group"),
+            top_groups=config.integer("topk_group"),
+            group_score="top2",
+        )
+
+    @staticmethod
+    def indexer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Indexer | None:
+        """Of one layer; None where it takes an earlier one's choice, or sees everything."""
+        return None
+
+    def _layer(self, config: HfConfig, factory: LayerFactory, index: int) -> LatentLayer:
+        name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+        return LatentLayer(
+            input_norm=factory.norm(f"{name}.input_norm", hidden_size, eps=eps),
+            attention=latent_attention(
+                factory,
+                f"{name}.attention",
+                hidden_size=hidden_size,
+                sizes=LatentSizes.of(config),
+                settings=rope_settings(config),
+                eps=eps,
+                bias=config.flag("attention_bias", False),
+                interleaved=config.flag("rope_interleave", True),
+                indexer=self.indexer(config, factory, f"{name}.attention.indexer", index),
+                is_sparse=self.is_sparse,
+            ),
+            mlp_norm=factory.norm(f"{name}.mlp_norm", hidden_size, eps=eps),
+            mlp=self._mlp(config, factory, f"{name}.mlp", index),
+        )
+
+    def _mlp(self, config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
+        hidden_size, act = config.integer("hidden_size"), config.text("hidden_act", "silu")
+        if _is_dense(config, index):
+            inner, has_bias = config.integer("intermediate_size"), config.flag("mlp_bias", False)
+            return factory.mlp(name, hidden_size=hidden_size, intermediate_size=inner, act=act, bias=has_bias)
+        inner = config.integer("moe_intermediate_size")
+        return factory.experts(
+            name,
+            hidden_size=hidden_size,
+            intermediate_size=inner,
+            routing=self.routing(config),
+            act=expert_act(act),
+            router_dtype=torch.float32,
+            has_correction=self.has_correction,
+            shared_size=inner * config.integer("n_shared_experts"),
+            shared_act=act,
+        )
+
+
+def _is_dense(config: HfConfig, index: int) -> bool:
+    """`mlp_layer_types` by layer, else the first `first_k_dense_replace` layers."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return index < config.integer("first_k_dense_replace", least=0)
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != config.integer("num_hidden_layers")
+        or set(kinds) - {"dense", "sparse"}
+    ):
+        raise ValueError(f"{config.place}: mlp_layer_types must state dense or sparse for each layer, not {kinds!r}")
+    return kinds[index] == "dense"

@@ -1,0 +1,179 @@
+"""What Qwen's hybrids share: layers of Gated DeltaNet between those of gated attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, ROTARY_NAMES, Decoder
+from headrace.layers.delta_net import DeltaSizes, delta_net
+from headrace.layers.experts import Experts, Routing, expert_act, expert_rules, is_sparse, num_experts
+from headrace.layers.factory import LayerFactory
+from headrace.layers.gated import GatedPreNormLayer, gated_attention
+from headrace.layers.hf_config import HfConfig
+from headrace.layers.mlp import Mlp
+from headrace.layers.recurrent import RecurrentPreNormLayer, state_dtype
+from headrace.layers.rope import RopeSettings, max_position, rope_settings
+from headrace.layers.weights import Fused, WeightMap
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+BLOCK, PART = "model.layers.*.linear_attn", "layers.*.delta"
+RULES: Mapping[str, str] = {
+    **PRE_NORM_RULES,
+    **QK_NORM_RULES,
+    **expert_rules("model.layers.*.mlp", "layers.*.mlp", shared="shared_expert"),
+    f"{BLOCK}.in_proj_qkvz.*": f"{PART}.in.*:qkvz",
+    f"{BLOCK}.in_proj_ba.*": f"{PART}.rates.*:ba",
+    **{f"{BLOCK}.in_proj_{slot}.*": f"{PART}.in.*:{slot}" for slot in ("q", "k", "v", "z")},
+    f"{BLOCK}.in_proj_b.*": f"{PART}.rates.*:b",
+    f"{BLOCK}.in_proj_a.*": f"{PART}.rates.*:a",
+    **{f"{BLOCK}.conv1d.{slot}.weight": f"{PART}.conv:{slot}" for slot in ("q", "k", "v")},
+    f"{BLOCK}.A_log": f"{PART}.decay",
+    f"{BLOCK}.dt_bias": f"{PART}.time_bias",
+    f"{BLOCK}.norm.weight": f"{PART}.norm",
+    f"{BLOCK}.out_proj.*": f"{PART}.out.*",
+}
+
+RENAMED = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+"""Prefixes of the language model in multimodal checkpoints."""
+LEFT_OUT = ("model.visual.**", "visual.**")
+"""What checkpoints hold beside the language model."""
+VISION_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
+"""Of ropes: how positions of images are told apart; those of text are all the same."""
+
+
+class QwenHybrid(Decoder):
+    """Pre-norm decoder. Subclasses say what a config leaves out and how checkpoints order the recurrent projections."""
+
+    layer_kinds: ClassVar[frozenset[str]] = frozenset({"full", "state"})
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    is_grouped: ClassVar[bool] = False
+    """Recurrent projections lie together by key head."""
+
+    def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
+        is_tied = config.flag("tie_word_embeddings", False)
+        config = (config.section("text_config") if "text_config" in config else config).with_defaults(self.defaults)
+        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
+        embedding = factory.embedding("embed", vocab_size, hidden_size)
+        kinds = _kinds(config)
+        super().__init__(
+            embedding=embedding,
+            layers=[self._layer(config, factory, index, kind) for index, kind in enumerate(kinds)],
+            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6), plus_one=True),
+            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
+            ropes={"all": factory.rotary(_rope(config), config.head_dim())},
+            max_position=max_position(_text_only(config)),
+        )
+        self._weights = factory.weight_map(
+            RULES,
+            ignored=(*ROTARY_NAMES, *LEFT_OUT),
+            kept=("mtp.**",),
+            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
+            renamed=RENAMED,
+            fused=_fused(DeltaSizes.of(config)) if LINEAR in kinds else {},
+        )
+
+    def weight_map(self) -> WeightMap:
+        return self._weights
+
+    def _layer(
+        self, config: HfConfig, factory: LayerFactory, index: int, kind: str
+    ) -> GatedPreNormLayer | RecurrentPreNormLayer:
+        name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+        input_norm = factory.norm(f"{name}.input_norm", hidden_size, eps=eps, plus_one=True)
+        mlp_norm = factory.norm(f"{name}.mlp_norm", hidden_size, eps=eps, plus_one=True)
+        mlp = self.mlp(config, factory, f"{name}.mlp", index)
+        if kind == LINEAR:
+            mixer = delta_net(
+                factory,
+                f"{name}.delta",
+                hidden_size=hidden_size,
+                sizes=DeltaSizes.of(config),
+                eps=eps,
+                is_grouped=self.is_grouped,
+                state_dtype=state_dtype(factory, config),
+            )
+            return RecurrentPreNormLayer(input_norm=input_norm, mixer=mixer, mlp_norm=mlp_norm, mlp=mlp)
+        head_dim = config.head_dim()
+        attention = gated_attention(
+            factory,
+            f"{name}.attention",
+            hidden_size=hidden_size,
+            num_heads=config.integer("num_attention_heads"),
+            num_kv_heads=config.num_kv_heads(),
+            head_dim=head_dim,
+            rope="all",
+            bias=config.flag("attention_bias", False),
+            q_norm=factory.head_norm(f"{name}.attention.q_norm", head_dim, eps=eps, plus_one=True),
+            k_norm=factory.head_norm(f"{name}.attention.k_norm", head_dim, eps=eps, plus_one=True),
+        )
+        return GatedPreNormLayer(input_norm=input_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
+
+    def mlp(self, config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
+        return factory.mlp(
+            name,
+            hidden_size=config.integer("hidden_size"),
+            intermediate_size=config.integer("intermediate_size"),
+            act=config.text("hidden_act", "silu"),
+        )
+
+
+class QwenHybridMoe(QwenHybrid):
+    """With experts, and a shared one behind a gate."""
+
+    has_experts: ClassVar[bool] = True
+
+    def mlp(self, config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
+        if not is_sparse(config, index):
+            return super().mlp(config, factory, name, index)
+        act = config.text("hidden_act", "silu")
+        return factory.experts(
+            name,
+            hidden_size=config.integer("hidden_size"),
+            intermediate_size=config.integer("moe_intermediate_size"),
+            routing=Routing(
+                num_experts=num_experts(config, 256),
+                top_k=config.integer("num_experts_per_tok"),
+                normalise=config.flag("norm_topk_prob", True),
+            ),
+            act=expert_act(act),
+            shared_size=config.integer("shared_expert_intermediate_size"),
+            shared_act=act,
+            has_shared_gate=True,
+        )
+
+
+def _kinds(config: HfConfig) -> list[str]:
+    """`layer_types`, or full attention every `full_attention_interval` layers."""
+    count = config.integer("num_hidden_layers")
+    stated = config.get("layer_types")
+    if stated is None:
+        every = config.integer("full_attention_interval", 4)
+        return [LINEAR if (layer + 1) % every else FULL for layer in range(count)]
+    if not isinstance(stated, list) or len(stated) != count or set(stated) - {LINEAR, FULL}:
+        raise ValueError(f"{config.place}: layer_types must state {LINEAR} or {FULL} for each of {count} layers")
+    return list(stated)
+
+
+def _text_only(config: HfConfig) -> HfConfig:
+    """Without the rope keys that are about images."""
+    for place in ("rope_parameters", "rope_scaling"):
+        stated = config.get(place)
+        if isinstance(stated, Mapping):
+            kept = {key: value for key, value in stated.items() if key not in VISION_KEYS}
+            return HfConfig({**config, place: kept}, place=config.place)
+    return config
+
+
+def _rope(config: HfConfig) -> RopeSettings:
+    return rope_settings(_text_only(config))
+
+
+def _fused(sizes: DeltaSizes) -> Fused:
+    keys, values = sizes.num_k_heads * sizes.k_dim, sizes.num_v_heads * sizes.v_dim
+    rows = {"q": keys, "k": keys, "v": values}
+    return {
+        f"{BLOCK}.conv1d.weight": {f"{BLOCK}.conv1d.{slot}.weight": count for slot, count in rows.items()},
+        f"{BLOCK}.in_proj_qkv.*": {f"{BLOCK}.in_proj_{slot}.*": count for slot, count in rows.items()},
+    }

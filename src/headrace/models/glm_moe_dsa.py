@@ -1,0 +1,70 @@
+"""GLM-5 (Zhipu AI 2026; also 5.2, 5.3): DeepSeek-V3.2 whose layers may share an earlier one's choice of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from headrace.layers.factory import LayerFactory
+from headrace.layers.hf_config import HfConfig
+from headrace.layers.indexer import Indexer, IndexSpec, indexer
+from headrace.models._deepseek import V3_DEFAULTS, LatentDecoder
+
+__all__ = ["GlmMoeDsaModel"]
+
+FULL, SHARED = "full", "shared"
+
+
+class GlmMoeDsaModel(LatentDecoder):
+    """The indexer's rope turns neighbouring features, as the attention's does."""
+
+    model_types = ("glm_moe_dsa",)
+    is_sparse: ClassVar[bool] = True
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **V3_DEFAULTS,
+        "max_position_embeddings": 202_752,
+        "num_attention_heads": 64,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+    }
+
+    @staticmethod
+    def indexer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Indexer | None:
+        if indexer_kinds(config)[index] == SHARED:
+            return None
+        return indexer(
+            factory,
+            name,
+            hidden_size=config.integer("hidden_size"),
+            q_rank=config.integer("q_lora_rank"),
+            spec=IndexSpec(
+                num_heads=config.integer("index_n_heads"),
+                dim=config.integer("index_head_dim"),
+                top=config.integer("index_topk"),
+            ),
+            interleaved=True,
+        )
+
+
+def indexer_kinds(config: HfConfig) -> list[str]:
+    """`full` or `shared` by layer: stated, as a pattern of F and S, or every so many layers."""
+    count = config.integer("num_hidden_layers")
+    stated = config.get("indexer_types") or config.get("index_topk_pattern")
+    if stated is None:
+        every = max(config.integer("index_topk_freq", 1, least=0), 1)
+        offset = config.integer("index_skip_topk_offset", 2, least=0)
+        return [SHARED if max(layer - offset + 1, 0) % every else FULL for layer in range(count)]
+    kinds = [{"F": FULL, "S": SHARED}.get(kind, kind) for kind in stated]
+    if len(kinds) != count or set(kinds) - {FULL, SHARED} or kinds[0] != FULL:
+        raise ValueError(
+            f"{config.place}: indexer_types must state full or shared for each of {count} layers, the first one full,"
+            f" not {stated!r}"
+        )
+    return kinds

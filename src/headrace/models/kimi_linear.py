@@ -1,0 +1,229 @@
+"""Kimi Linear (Kimi Team 2025): three layers of Kimi Delta Attention to one of latent attention, experts in most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.layers.causal import CausalLm, gated_mlp
+from headrace.layers.decoder import PRE_NORM_RULES
+from headrace.layers.experts import Experts, Routing, expert_act, expert_rules
+from headrace.layers.factory import LayerFactory
+from headrace.layers.hf_config import HfConfig
+from headrace.layers.kimi_delta import KimiDeltaSizes, kimi_delta
+from headrace.layers.latent import LatentLayer, LatentSizes, latent_attention
+from headrace.layers.mlp import Mlp
+from headrace.layers.port import Layer, Rope
+from headrace.layers.recurrent import RecurrentPreNormLayer, state_dtype
+from headrace.layers.rope import rope_settings
+from headrace.layers.weights import Fused
+
+__all__ = ["KimiLinearModel"]
+
+LINEAR, FULL = "linear_attention", "full_attention"
+BLOCK, PART = "model.layers.*.self_attn", "layers.*.delta"
+EXPERTS = "model.layers.*.block_sparse_moe"
+LATENT_NORM_EPS = 1e-6
+"""Of the latent's norm, whatever `rms_norm_eps` is."""
+
+RULES: Mapping[str, str] = {
+    **{name: place for name, place in PRE_NORM_RULES.items() if ".self_attn." not in name},
+    **expert_rules(EXPERTS, "layers.*.mlp", names=("w1", "w3", "w2")),
+    **expert_rules("model.layers.*.mlp", "layers.*.mlp"),
+    **{  # transformers writes dense layers under the experts' name
+        f"{EXPERTS}.{stored}_proj.*": f"layers.*.mlp.gate_up.*:{stored}" for stored in ("gate", "up")
+    },
+    f"{EXPERTS}.down_proj.*": "layers.*.mlp.down.*",
+    **{f"{BLOCK}.{slot}_proj.*": f"{PART}.qkv.*:{slot}" for slot in ("q", "k", "v")},
+    **{f"{BLOCK}.{slot}_conv1d.weight": f"{PART}.conv:{slot}" for slot in ("q", "k", "v")},
+    f"{BLOCK}.b_proj.*": f"{PART}.beta.*",
+    f"{BLOCK}.f_a_proj.*": f"{PART}.down.*:forget",
+    f"{BLOCK}.f_b_proj.*": f"{PART}.forget.*",
+    f"{BLOCK}.g_a_proj.*": f"{PART}.down.*:gate",
+    f"{BLOCK}.g_b_proj.*": f"{PART}.gate.*",
+    f"{BLOCK}.A_log": f"{PART}.decay",
+    f"{BLOCK}.dt_bias": f"{PART}.time_bias",
+    f"{BLOCK}.o_norm.weight": f"{PART}.norm",
+    f"{BLOCK}.o_proj.*": f"{PART}.out.*",
+}
+
+ALIASES: Mapping[str, str] = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""Published configs' keys -> those that transformers reads as well."""
+DEFAULTS: Mapping[str, Any] = {
+    "max_position_embeddings": 1_048_576,
+    "rms_norm_eps": 1e-5,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.446,
+    "linear_num_heads": 32,
+    "linear_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+"""What transformers takes for keys that a config leaves out."""
+
+
+class KimiLinearModel(CausalLm):
+    model_types = ("kimi_linear",)
+    layer_kinds = frozenset({"latent", "state"})
+    has_experts = True
+
+    def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
+        config = _unified(config)
+        self.has_rope = not config.flag("mla_use_nope", True)
+        kinds = _kinds(config)
+        rope = factory.rotary(rope_settings(config), config.integer("qk_rope_head_dim")) if self.has_rope else None
+        super().__init__(
+            config,
+            factory,
+            layer=lambda name, index: _layer(config, factory, name, index, kinds[index]),
+            rules=_rules(config, kinds),
+            ropes={} if rope is None else {"all": rope},
+            positions=config.integer("max_position_embeddings"),
+            fused=_fused(_sizes(config)),
+        )
+
+    def ropes(self, positions: Tensor) -> dict[str, Rope]:
+        if self.has_rope:
+            return super().ropes(positions)
+        nothing = torch.empty(positions.shape[0], 0, dtype=torch.float32, device=positions.device)
+        return {"all": Rope(nothing, nothing)}  # pairs of no features: the layers between know where a token is
+
+
+def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int, kind: str) -> Layer:
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps")
+    input_norm = factory.norm(f"{name}.input_norm", hidden_size, eps=eps)
+    mlp_norm = factory.norm(f"{name}.mlp_norm", hidden_size, eps=eps)
+    mlp = _mlp(config, factory, name, index)
+    if kind == FULL:
+        attention = latent_attention(
+            factory,
+            f"{name}.attention",
+            hidden_size=hidden_size,
+            sizes=LatentSizes.of(config),
+            settings=rope_settings(config),
+            eps=LATENT_NORM_EPS,
+            bias=config.flag("attention_bias", False),
+            interleaved=True,
+        )
+        return LatentLayer(input_norm=input_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
+    mixer = kimi_delta(
+        factory,
+        f"{name}.delta",
+        hidden_size=hidden_size,
+        sizes=_sizes(config),
+        eps=eps,
+        state_dtype=state_dtype(factory, config),
+    )
+    return RecurrentPreNormLayer(input_norm=input_norm, mixer=mixer, mlp_norm=mlp_norm, mlp=mlp)
+
+
+def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
+    if _is_dense(config, index):
+        return gated_mlp(config, factory, name)
+    inner, act = config.integer("moe_intermediate_size"), config.text("hidden_act", "silu")
+    return factory.experts(
+        f"{name}.mlp",
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=inner,
+        routing=Routing(
+            num_experts=config.integer("num_local_experts"),
+            top_k=config.integer("num_experts_per_tok"),
+            scoring="sigmoid",
+            normalise=config.flag("norm_topk_prob", True),
+            scaling=config.number("routed_scaling_factor"),
+            num_groups=config.integer("n_group"),
+            top_groups=config.integer("topk_group"),
+        ),
+        act=expert_act(act),
+        router_dtype=torch.float32,
+        has_correction=True,
+        shared_size=inner * config.integer("n_shared_experts"),
+        shared_act=act,
+    )
+
+
+def _unified(config: HfConfig) -> HfConfig:
+    """Published configs and those that transformers writes, under one set of keys."""
+    scoring = config.text("moe_router_activation_func", "sigmoid")
+    if scoring != "sigmoid":
+        raise ValueError(f"{config.place}: moe_router_activation_func {scoring!r} is not known: it must be sigmoid")
+    values = {ALIASES.get(key, key): value for key, value in config.items()}
+    if "linear_attn_config" in config:
+        stated = config.section("linear_attn_config")
+        names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
+        names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
+        values |= {mine: stated[theirs] for theirs, mine in names.items() if theirs in stated}
+    return HfConfig(values, place=config.place).with_defaults(DEFAULTS)
+
+
+def _rules(config: HfConfig, kinds: Sequence[str]) -> dict[str, str]:
+    """Some projections are called the same in both kinds of layer: those of latent attention by layer, before all."""
+    latent = LatentSizes.of(config).rules
+    full = [str(index) for index, kind in enumerate(kinds) if kind == FULL]
+    same = {
+        name.replace("*", index, 1): place.replace("*", index, 1)
+        for index in full
+        for name, place in latent.items()
+        if name in RULES
+    }
+    return {**same, **RULES, **{name: place for name, place in latent.items() if name not in RULES}}
+
+
+def _sizes(config: HfConfig) -> KimiDeltaSizes:
+    return KimiDeltaSizes(
+        num_heads=config.integer("linear_num_heads"),
+        dim=config.integer("linear_head_dim"),
+        kernel=config.integer("linear_conv_kernel_dim", least=2),
+    )
+
+
+def _kinds(config: HfConfig) -> list[str]:
+    """`layer_types`, the layers (from 1) that `linear_attn_config` lists, or every fourth but the first full."""
+    count = config.integer("num_hidden_layers")
+    stated = config.get("layer_types")
+    if stated is None and "linear_attn_config" in config:
+        lists = config.section("linear_attn_config")
+        full, linear = lists.get("full_attn_layers", []), lists.get("kda_layers", [])
+        if sorted([*full, *linear]) != list(range(1, count + 1)):
+            raise ValueError(
+                f"{lists.place}: full_attn_layers and kda_layers must name each of the layers 1 to {count} once"
+            )
+        stated = [FULL if layer + 1 in full else LINEAR for layer in range(count)]
+    if stated is None:
+        return [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(count)]
+    if not isinstance(stated, list) or len(stated) != count or set(stated) - {LINEAR, FULL}:
+        raise ValueError(f"{config.place}: layer_types must state {LINEAR} or {FULL} for each of {count} layers")
+    return list(stated)
+
+
+def _is_dense(config: HfConfig, index: int) -> bool:
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return index < config.integer("first_k_dense_replace", 1, least=0)
+    if not isinstance(kinds, list) or len(kinds) != config.integer("num_hidden_layers"):
+        raise ValueError(f"{config.place}: mlp_layer_types must state dense or sparse for each layer, not {kinds!r}")
+    return kinds[index] == "dense"
+
+
+def _fused(sizes: KimiDeltaSizes) -> Fused:
+    """One convolution where a checkpoint has joined the three."""
+    width = sizes.num_heads * sizes.dim
+    return {f"{BLOCK}.conv1d.weight": {f"{BLOCK}.{slot}_conv1d.weight": width for slot in ("q", "k", "v")}}

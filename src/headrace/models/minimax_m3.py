@@ -1,0 +1,192 @@
+"""MiniMax-M3 (MiniMax 2026), its language model: queries of most layers see chosen blocks; clamped SwiGLU."""
+
+from __future__ import annotations
+
+from headrace.layers.block_sparse import BLOCK_INDEX_RULES, BlockIndexSpec, SparseLayer, block_indexer
+from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
+from headrace.layers.experts import ExpertAct, Experts, Routing, expert_rules, num_experts
+from headrace.layers.factory import LayerFactory
+from headrace.layers.hf_config import HfConfig
+from headrace.layers.mlp import Mlp
+from headrace.layers.rope import max_position, rope_settings
+from headrace.layers.weights import WeightMap
+
+__all__ = ["MiniMaxM3Model"]
+
+DEFAULTS = {
+    "max_position_embeddings": 524_288,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts_per_tok": 4,
+    "intermediate_size": 3072,
+    "dense_intermediate_size": 12_288,
+    "shared_intermediate_size": 3072,
+    "routed_scaling_factor": 2.0,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "index_block_size": 128,
+    "index_topk_blocks": 16,
+    "index_local_blocks": 1,
+}
+"""What transformers takes for keys that a config leaves out."""
+
+THETA = 5_000_000.0
+FULL, SPARSE = "full_attention", "minimax_m3_sparse"
+PUBLISHED = {
+    "sparse_num_index_heads": "index_n_heads",
+    "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size",
+    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_local_block": "index_local_blocks",
+}
+"""Keys of `sparse_attention_config` as published -> those of transformers."""
+
+RULES = {
+    **PRE_NORM_RULES,
+    **QK_NORM_RULES,
+    **BLOCK_INDEX_RULES,
+    **expert_rules("model.layers.*.block_sparse_moe", "layers.*.mlp", names=("w1", "w3", "w2")),
+    **expert_rules("model.layers.*.mlp", "layers.*.mlp"),
+}
+"""The published names, and those that transformers has."""
+
+
+class MiniMaxM3Model(Decoder):
+    """The text model, also of multimodal checkpoints; images are not read."""
+
+    model_types = ("minimax_m3_vl_text", "minimax_m3_vl")
+    layer_kinds = frozenset({"full", "sparse"})
+    has_experts = True
+    is_capturable = False  # its attention has no kernels yet, and the oracle asks for lengths
+
+    def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
+        config = _text(config)
+        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
+        is_tied = config.flag("tie_word_embeddings", False)
+        embedding = factory.embedding("embed", vocab_size, hidden_size)
+        super().__init__(
+            embedding=embedding,
+            layers=[_layer(config, factory, index) for index in range(config.integer("num_hidden_layers"))],
+            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6), plus_one=True),
+            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
+            ropes={"all": factory.rotary(rope_settings(config, default_theta=THETA), config.head_dim())},
+            max_position=max_position(config),
+        )
+        dense, shared = config.integer("dense_intermediate_size"), config.integer("shared_intermediate_size")
+        self._weights = factory.weight_map(
+            RULES,
+            ignored=(*ROTARY_NAMES, "vision_tower.**", "multi_modal_projector.**", "patch_merge_mlp.**"),
+            kept=("mtp.**", "model.mtp.**"),
+            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
+            renamed={
+                "language_model.model.": "model.",
+                "language_model.lm_head.": "lm_head.",
+                "model.language_model.": "model.",
+                "model.vision_tower.": "vision_tower.",
+                "model.multi_modal_projector.": "multi_modal_projector.",
+            },
+            fused={
+                f"model.layers.*.mlp.{part}gate_up_proj.weight": {
+                    f"model.layers.*.mlp.{part}{name}_proj.weight": width for name in ("gate", "up")
+                }
+                for part, width in (("", dense), ("shared_experts.", shared))
+            },
+        )
+
+    def weight_map(self) -> WeightMap:
+        return self._weights
+
+
+def _text(config: HfConfig) -> HfConfig:
+    """The language model's keys under their newer names."""
+    if "text_config" in config:
+        config = config.section("text_config")
+    published = config.section("sparse_attention_config") if "sparse_attention_config" in config else {}
+    stated = {name: published[key] for key, name in PUBLISHED.items() if key in published}
+    for key, name, kinds in (
+        ("sparse_attention_freq", "layer_types", (FULL, SPARSE)),
+        ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse")),
+    ):
+        every = (published if name == "layer_types" else config).get(key)
+        if isinstance(every, list):
+            stated[name] = [kinds[bool(flag)] for flag in every]
+    if "rotary_dim" in config:
+        stated["partial_rotary_factor"] = config.integer("rotary_dim") / config.integer("head_dim", 128)
+    return config.with_defaults(stated).with_defaults(DEFAULTS)
+
+
+def _kinds(config: HfConfig, key: str, known: tuple[str, str], default: str) -> list[str]:
+    count = config.integer("num_hidden_layers")
+    kinds = config.get(key) or [default] * count
+    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - set(known):
+        raise ValueError(f"{config.place}: {key} must state {' or '.join(known)} for each of {count} layers")
+    return kinds
+
+
+def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer | SparseLayer:
+    name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+    heads, kv_heads, head_dim = config.integer("num_attention_heads"), config.num_kv_heads(), config.head_dim()
+    attention = factory.attention(
+        f"{name}.attention",
+        hidden_size=hidden_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope="all",
+        q_norm=factory.head_norm(f"{name}.attention.q_norm", head_dim, eps=eps, plus_one=True),
+        k_norm=factory.head_norm(f"{name}.attention.k_norm", head_dim, eps=eps, plus_one=True),
+    )
+    input_norm = factory.norm(f"{name}.input_norm", hidden_size, eps=eps, plus_one=True)
+    mlp_norm = factory.norm(f"{name}.mlp_norm", hidden_size, eps=eps, plus_one=True)
+    mlp = _mlp(config, factory, f"{name}.mlp", index)
+    if _kinds(config, "layer_types", (FULL, SPARSE), FULL)[index] == FULL:
+        return PreNormLayer(input_norm=input_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
+    indexer = block_indexer(
+        factory, f"{name}.attention.index",
+        hidden_size=hidden_size, num_heads=heads, num_kv_heads=kv_heads, spec=_index(config), eps=eps,
+    )  # fmt: skip
+    return SparseLayer(input_norm=input_norm, attention=attention, indexer=indexer, mlp_norm=mlp_norm, mlp=mlp)
+
+
+def _index(config: HfConfig) -> BlockIndexSpec:
+    count, dim = config.integer("index_n_heads"), config.integer("index_head_dim")
+    if count != config.num_kv_heads():
+        raise ValueError(
+            f"{config.place}: index_n_heads {count} must be num_key_value_heads {config.num_kv_heads()}: each KV head"
+            " has an index head of its own"
+        )
+    turned = int(rope_settings(config, default_theta=THETA).rotary_share * config.head_dim())
+    if dim < turned:
+        raise ValueError(f"{config.place}: index_head_dim {dim} is less than the {turned} features that rope turns")
+    return BlockIndexSpec(
+        dim=dim,
+        block=config.integer("index_block_size"),
+        top=config.integer("index_topk_blocks"),
+        local=config.integer("index_local_blocks", least=0),
+    )
+
+
+def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
+    hidden_size = config.integer("hidden_size")
+    act = ExpertAct(limit=config.number("swiglu_limit"), alpha=config.number("swiglu_alpha"), up_offset=1.0)
+    if _kinds(config, "mlp_layer_types", ("dense", "sparse"), "sparse")[index] == "dense":
+        inner = config.integer("dense_intermediate_size")
+        return factory.mlp(name, hidden_size=hidden_size, intermediate_size=inner, act=act)
+    return factory.experts(
+        name,
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        routing=Routing(
+            num_experts=num_experts(config, 128),
+            top_k=config.integer("num_experts_per_tok"),
+            scoring="sigmoid",
+            normalise=True,
+            scaling=config.number("routed_scaling_factor"),
+        ),
+        act=act,
+        has_correction=True,
+        shared_size=config.integer("shared_intermediate_size"),
+        shared_act=act,
+    )

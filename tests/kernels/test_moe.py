@@ -1,0 +1,143 @@
+"""Every file of the experts' room against the obvious; what is only Triton's: sorting, and many pairs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace import plugins
+from headrace.kernels.moe.port import ExpertWeights, MoeBackend, Routed, Routing
+from tests.kits.interpreter import DEVICES, HAS_INTERPRETER
+from tests.kits.moe import CASES, ROUTINGS, Case, World, check_route, check_run, moved
+
+
+class Moved:
+    """A backend on another device than the tensors of the kit."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.backend: MoeBackend = plugins.load("kernels.moe", name)()
+        self.device = device
+
+    def prepare(self, weights: ExpertWeights) -> object:
+        return self.backend.prepare(moved(weights, self.device))
+
+    def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Routed:
+        there = None if correction is None else correction.to(self.device)
+        ids, weights = self.backend.route(logits.to(self.device), there, routing)
+        return Routed(ids.cpu(), weights.cpu())
+
+    def run(self, x: Tensor, routed: Routed, prepared: object) -> Tensor:
+        there = Routed(routed.ids.to(self.device), routed.weights.to(self.device))
+        return self.backend.run(x.to(self.device), there, prepared).cpu()
+
+
+BACKENDS = [
+    pytest.param((name, device), marks=marks, id=f"{name}-{device}")
+    for name in plugins.names("kernels.moe")
+    for device, marks in (
+        [("cpu", pytest.mark.skipif(name == "triton" and not HAS_INTERPRETER, reason="needs Triton's interpreter"))]
+        + ([] if name == "cpu" else [("cuda", pytest.mark.gpu)])
+    )
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Moved:
+    return Moved(*request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_run(backend: Moved, name: str) -> None:
+    check_run(backend, CASES[name])
+
+
+@pytest.mark.parametrize("has_correction", [False, True])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_route(backend: Moved, name: str, has_correction: bool) -> None:
+    check_route(backend, ROUTINGS[name], has_correction=has_correction)
+
+
+def test_equal_scores_go_to_the_first_experts(backend: Moved) -> None:
+    ids, weights = backend.route(torch.zeros(2, 6), None, Routing(6, 3, num_groups=3, top_groups=2, normalise=True))
+    assert ids.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
+
+
+def test_ranks_with_a_part_of_the_experts_sum_to_the_whole(backend: Moved) -> None:
+    case = Case(num_experts=6, top_k=3)
+    world = World(case)
+    sides = world.gate_up.stacked, world.down.stacked
+    total = torch.zeros_like(world.x)
+    for first in (0, 3):
+        gate_up, down = (type(side)(side.storage, side.data[first : first + 3]) for side in sides)
+        part = backend.prepare(ExpertWeights(gate_up, down, case.act, case.dtype, first))
+        total += backend.run(world.x, world.routed, part)
+    torch.testing.assert_close(total.double(), world.reference(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_token_has_the_same_bits_in_any_batch() -> None:
+    """Of the CPU's compiled product."""
+    world = World(Case(num_tokens=12, top_k=3))
+    backend: MoeBackend = plugins.load("kernels.moe", "cpu")()
+    prepared = backend.prepare(world.weights())
+    whole = backend.run(world.x, world.routed, prepared)
+    for token in range(12):
+        alone = Routed(world.routed.ids[token : token + 1], world.routed.weights[token : token + 1])
+        assert torch.equal(backend.run(world.x[token : token + 1], alone, prepared)[0], whole[token])
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+def test_mxfp4_stays_packed(name: str) -> None:
+    case = CASES["mxfp4"]
+    weights = World(case).weights()
+    prepared = plugins.load("kernels.moe", name)().prepare(weights)
+    num_weights = case.num_experts * case.hidden * 3 * case.inner
+    packed_bytes = num_weights // 2 + num_weights // 32
+    held = prepared.gate_up.size_bytes + prepared.down.size_bytes
+    assert held == packed_bytes + 4 * case.num_experts * (2 * case.inner + case.hidden)  # and the biases
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("num_tokens", "limit"), [(50, 4096), (50, 0), (3, 4096)])
+def test_sorting(monkeypatch: pytest.MonkeyPatch, device: str, num_tokens: int, limit: int) -> None:
+    """Each pair of this rank's experts is in one tile of its expert, by one program and by several."""
+    from headrace.kernels.moe import _triton_route
+
+    monkeypatch.setattr(_triton_route, "ONE_PROGRAM_PAIRS", limit)
+    ids = torch.randint(7, (num_tokens, 3), generator=torch.Generator().manual_seed(num_tokens)).int()
+    tiles = _triton_route.launch_sort(ids.to(device), num_experts=4, first_expert=2, rows=16)
+    found: list[int] = []
+    for expert, pairs in zip(tiles.experts.tolist(), tiles.pairs.view(-1, 16).tolist()):
+        used = [pair for pair in pairs if pair < ids.numel()]
+        assert (expert >= 0) == bool(used)
+        assert all(int(ids.flatten()[pair]) - 2 == expert for pair in used)
+        found += used
+    assert sorted(found) == [pair for pair, expert in enumerate(ids.flatten().tolist()) if 2 <= expert < 6]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_code_of_mxfp4(device: str) -> None:
+    """A unit vector reads one column of a weight: all sixteen codes with scales from tiny to large."""
+    import headrace.kernels.moe._triton_grouped as grouped
+    from headrace.kernels.moe._triton_route import launch_sort
+    from headrace.kernels.moe.port import Stacked
+    from headrace.kernels.quantise import Quantised
+    from tests.kits.moe import E2M1
+
+    codes = torch.arange(16).repeat(2)  # [32]
+    packed = (codes[0::2] | codes[1::2] << 4).to(torch.uint8).expand(1, 16, 16).contiguous()
+    exponents = torch.arange(100, 132, 2).to(torch.uint8).view(1, 16, 1)
+    stacked = Stacked("mxfp4", packed.to(device), exponents.to(device))
+    tiles = launch_sort(torch.zeros(32, 1, dtype=torch.int32, device=device), num_experts=1, first_expert=0, rows=16)
+    out = grouped.launch_grouped(
+        Quantised(torch.eye(32, device=device)),
+        stacked,
+        tiles,
+        num_pairs=32,
+        act_after=None,
+        factors=None,
+        out_dtype=torch.float32,
+    )
+    expected = torch.tensor(E2M1).repeat(2)[:, None] * 2.0 ** (exponents.view(-1).float() - 127)
+    torch.testing.assert_close(out.cpu(), expected, atol=0, rtol=0)
