@@ -107,7 +107,8 @@ def test_partial_rotary_factor_beside_the_rope_keys() -> None:
 def test_types_have_an_oracle() -> None:
     from headrace.layers.rope import NEEDED_KEYS
 
-    assert set(NEEDED_KEYS) - {"default"} <= set(ROPE_INIT_FUNCTIONS)
+    of_hunyuan = {"ntk_alpha"}  # in transformers a branch of that model's class: the models' contract has it
+    assert set(NEEDED_KEYS) - {"default"} - of_hunyuan <= set(ROPE_INIT_FUNCTIONS)
 
 
 def test_by_layer_type() -> None:

@@ -95,10 +95,10 @@ def comparison_table(comparison: Comparison) -> str:
         if change.load != load:
             load = change.load
             rows.append((load, "", "", "", ""))
-        shown = [f"{value * 1000:,.2f}" if change.metric.unit == "ms" else f"{value:,.2f}"
-                 for value in (change.before, change.after)]  # fmt: skip
+        scale = 1000 if change.metric.unit == "ms" else 1
+        old, new = f"{change.before * scale:,.2f}", f"{change.after * scale:,.2f}"
         unit = f" ({change.metric.unit})" if change.metric.unit else ""
-        rows.append((f"  {change.metric.name}{unit}", *shown, f"{change.ratio:.3f}", change.verdict))
+        rows.append((f"  {change.metric.name}{unit}", old, new, f"{change.ratio:.3f}", change.verdict))
     verdicts = [change.verdict for change in comparison.changes]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("better", "same", "worse"))
     return "\n".join([*lines, *([""] if lines else []), *columns(rows), "", counts])

@@ -39,7 +39,7 @@ BUILT: frozenset[str] = frozenset({
     "max_stats_len", "enable_iter_perf_stats", "print_iter_log", "return_perf_metrics",
     "garbage_collection_gen0_threshold", "env_overrides", "telemetry_config", "backend", "max_queued_requests",
     "max_queued_tokens", "request_timeout_s", "shutdown_timeout_s", "engine_threads",
-    "stall_timeout_s", "reasoning_parser", "profile_dir", "num_serve_frontends", "num_postprocess_workers",
+    "stall_timeout_s", "fast_start", "reasoning_parser", "profile_dir", "num_serve_frontends", "num_postprocess_workers",
     "prometheus_metrics_config",
     "force_dynamic_quantization", "cuda_graph_config", "kv_connector_config.connector_module",
     "kv_connector_config.connector_scheduler_class", "kv_connector_config.connector_worker_class",

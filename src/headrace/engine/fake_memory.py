@@ -152,7 +152,7 @@ def reference_embedding(
     for token in prompt:
         alone.feed([token])
         each.append(hidden_vector(alone.hidden))
-    return each[-1] if pooling == "last" else np.sum(each, axis=0, dtype=np.float32) / np.float32(len(each))
+    return each[-1] if pooling == "last" else (np.sum(each, axis=0) / len(each)).astype(np.float32)
 
 
 # ---- the memory ----------------------------------------------------------------------------------

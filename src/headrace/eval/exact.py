@@ -147,7 +147,8 @@ def _item(line: str, where: str) -> Item:
     question, answer = fields.get("question"), fields.get("answer")
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}: question must be a text, got {json.dumps(question)}")
-    answers = cast("list[Any]", answer) if isinstance(answer, list) else [answer]
-    if not answers or not all(isinstance(each, str) for each in answers):
+    given = cast("list[Any]", answer) if isinstance(answer, list) else [answer]
+    answers = tuple(each for each in given if isinstance(each, str))
+    if not answers or len(answers) < len(given):
         raise ValueError(f"{where}: answer must be a text or a list of texts, got {json.dumps(answer)}")
-    return Item(question, tuple(answers))
+    return Item(question, answers)

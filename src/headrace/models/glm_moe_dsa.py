@@ -61,7 +61,7 @@ def indexer_kinds(config: HfConfig) -> list[str]:
         every = max(config.integer("index_topk_freq", 1, least=0), 1)
         offset = config.integer("index_skip_topk_offset", 2, least=0)
         return [SHARED if max(layer - offset + 1, 0) % every else FULL for layer in range(count)]
-    kinds = [{"F": FULL, "S": SHARED}.get(kind, kind) for kind in stated]
+    kinds = [{"F": FULL, "S": SHARED}.get(kind, str(kind)) for kind in stated]
     if len(kinds) != count or set(kinds) - {FULL, SHARED} or kinds[0] != FULL:
         raise ValueError(
             f"{config.place}: indexer_types must state full or shared for each of {count} layers, the first one full,"
