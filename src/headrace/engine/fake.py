@@ -227,7 +227,7 @@ class FakeEngine:
                 slot.done = True
                 accepted.append(0)
                 continue
-            if int(section.flags[row]) & (LAST_HIDDEN | SUM_HIDDEN):
+            if int(section.flags[row]) & (LAST_HIDDEN | SUM_HIDDEN) and not slot.done:
                 result.hidden[row] = self._pooled(rank, slot, section, row, ids)
                 accepted.append(0)
                 continue
