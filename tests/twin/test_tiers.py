@@ -67,9 +67,9 @@ def test_lower_tiers_bring_back_what_the_device_has_no_room_for(llama: Path, tmp
     assert sum(lost[1]) < 40 and kept[1] == [39] * len(PROMPTS)
     disk = {**small, "disk_cache_size": 1_000_000, "disk_cache_path": str(tmp_path)}
     below, found = rounds(open_runtime(llama, max_batch_size=4, kv_cache_config=disk), 2)
-    assert below == wanted and sum(found[1]) >= 40
+    assert below == wanted and max(found[1]) >= 32
     again, after = rounds(open_runtime(llama, max_batch_size=4, kv_cache_config=disk), 1)
-    assert again == wanted[:1] and sum(after[0]) >= 40, "a prefix is found after a restart"
+    assert again == wanted[:1] and max(after[0]) >= 32, "a prefix is found after a restart"
 
 
 def test_what_is_below_the_offload_priority_is_dropped(llama: Path) -> None:
