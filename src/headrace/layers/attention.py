@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.attention.port import AttentionSpec
-from headrace.kernels.quantise import Form
 from headrace.kernels.rope_write import Projected
 from headrace.layers.heads import HeadStep, Sinks, no_rope
 from headrace.layers.linear import Linear
-from headrace.layers.norm import HeadNorm
-from headrace.layers.port import Act, ForwardStep
+from headrace.layers.norm import HeadNorm, Norm
+from headrace.layers.port import Act, ForwardStep, Mixer
 from headrace.layers.weights import Parameter, Slot
 
 
@@ -40,6 +40,31 @@ class KvScales:
         if not (k > 0 and v > 0):
             raise ValueError(f"{self._parameters[0].name} and v_scale must be greater than 0, not {k} and {v}")
         self.values = (k, v)
+
+
+class AttentionBlock(Protocol):
+    """A block of any kind of attention without its norm: what a decoder layer puts together."""
+
+    @property
+    def spec(self) -> Any:
+        """Of its kind; final once the weights are loaded."""
+        ...
+
+    def feed_from(self, norm: Norm) -> None:
+        """Say what the norm before the block is to yield."""
+        ...
+
+    def project(self, act: Act, step: ForwardStep) -> Any:
+        """[tokens, hidden] -> what `attend` takes"""
+        ...
+
+    def attend(self, mixer_input: Any, mixer: Mixer) -> Act:
+        """-> what `output` takes"""
+        ...
+
+    def output(self, mixed: Act) -> Tensor:
+        """-> [tokens, hidden], partial"""
+        ...
 
 
 class Attention:
@@ -76,6 +101,10 @@ class Attention:
         self._spec = spec
         self._kv_scales = kv_scales
 
+    def feed_from(self, norm: Norm) -> None:
+        """The norm before the block makes what its first product takes."""
+        norm.feed(self.qkv)
+
     @property
     def spec(self) -> AttentionSpec:
         """With the checkpoint's scales and sinks once it is loaded."""
@@ -107,10 +136,9 @@ class Attention:
             packed = change(packed, step)
         return packed
 
-    @property
-    def wanted(self) -> Form:
-        """How the output projection takes what was mixed."""
-        return self.out.wanted
+    def attend(self, mixer_input: Any, mixer: Mixer) -> Act:
+        """What `project` made, mixed, as the output projection takes it."""
+        return mixer(mixer_input, self.out.wanted)
 
     def output(self, mixed: Act) -> Tensor:
         """[tokens, heads * dim] -> [tokens, hidden], partial"""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from headrace.attention._sparse import SparseProjected, SparseSpec
 from headrace.kernels.block_choice import BlockIndexSpec as BlockIndexSpec
 from headrace.kernels.rope import apply_rope
 from headrace.layers.attention import Attention
-from headrace.layers.experts import Experts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.linear import Linear, Output
-from headrace.layers.mlp import Mlp
 from headrace.layers.norm import HeadNorm, Norm
 from headrace.layers.port import Act, ForwardStep, Mixer, Rope
 
@@ -48,35 +44,31 @@ class BlockIndexer:
         return q, k[:, 0]
 
 
-class SparseLayer:
-    """As `PreNormLayer`, with an indexer beside its attention."""
+class SparseAttention:
+    """Attention over heads with an indexer beside it."""
 
-    def __init__(
-        self, *, input_norm: Norm, attention: Attention, indexer: BlockIndexer, mlp_norm: Norm, mlp: Mlp | Experts
-    ) -> None:
-        self.input_norm = input_norm
+    def __init__(self, attention: Attention, indexer: BlockIndexer) -> None:
         self.attention = attention
         self.indexer = indexer
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        mlp.feed_from(mlp_norm)
 
     @property
     def spec(self) -> SparseSpec:
         return SparseSpec(self.attention.spec, self.indexer.spec)
 
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
-        act, residual = self.input_norm(partial, residual)
+    def feed_from(self, norm: Norm) -> None:
+        """Several products take what the norm yields, so it stays plain."""
+
+    def project(self, act: Act, step: ForwardStep) -> SparseProjected:
         assert self.attention.rope is not None
         q, k = self.indexer.project(act, step.ropes[self.attention.rope])
-        return SparseProjected(self.attention.project(act, step), q, k), residual
+        return SparseProjected(self.attention.project(act, step), q, k)
 
-    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
-        return mixer(mixer_input, self.attention.wanted)
+    def attend(self, mixer_input: SparseProjected, mixer: Mixer) -> Act:
+        return self.attention.attend(mixer_input, mixer)
 
-    def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor, Tensor]:
-        act, residual = self.mlp_norm(self.attention.output(mixed), residual)
-        return self.mlp(act), residual
+    def output(self, mixed: Act) -> Tensor:
+        """[tokens, heads * dim] -> [tokens, hidden], partial"""
+        return self.attention.output(mixed)
 
 
 def block_indexer(

@@ -6,18 +6,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from headrace.layers.attention import Attention
+from headrace.layers.attention import AttentionBlock
+from headrace.layers.decoder import PreNormLayer
 from headrace.layers.experts import Experts
 from headrace.layers.mlp import Mlp, PlainMlp
 from headrace.layers.norm import Norm
-from headrace.layers.port import Act, AttentionSpec, ForwardStep, Mixer, Projected
+from headrace.layers.port import Act, ForwardStep, Mixer
 
 
 class PostNormLayer:
     """x + norm(attention(x)), then x + norm(mlp(x)) (OLMo 2)."""
 
     def __init__(
-        self, *, attention: Attention, attention_post_norm: Norm, mlp: Mlp | Experts, mlp_post_norm: Norm
+        self, *, attention: AttentionBlock, attention_post_norm: Norm, mlp: Mlp | Experts, mlp_post_norm: Norm
     ) -> None:
         self.attention = attention
         self.attention_post_norm = attention_post_norm
@@ -25,53 +26,37 @@ class PostNormLayer:
         self.mlp_post_norm = mlp_post_norm
 
     @property
-    def spec(self) -> AttentionSpec:
+    def spec(self) -> Any:
         return self.attention.spec
 
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Projected, Tensor]:
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
         assert partial is None, "a norm after each block leaves nothing owed"
         return self.attention.project(Act(residual), step), residual
 
     def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
-        return mixer(mixer_input, self.attention.wanted)
+        return self.attention.attend(mixer_input, mixer)
 
     def after(self, mixed: Act, residual: Tensor) -> tuple[None, Tensor]:
         residual = self.attention_post_norm.settle(self.attention.output(mixed), residual)
         return None, self.mlp_post_norm.settle(self.mlp(Act(residual)), residual)
 
 
-class SandwichLayer:
+class SandwichLayer(PreNormLayer):
     """Norms before and after each block: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))) (Gemma 2)."""
 
     def __init__(
         self,
         *,
         input_norm: Norm,
-        attention: Attention,
+        attention: AttentionBlock,
         attention_post_norm: Norm,
         mlp_norm: Norm,
         mlp: Mlp | Experts,
         mlp_post_norm: Norm,
     ) -> None:
-        self.input_norm = input_norm
-        self.attention = attention
+        super().__init__(input_norm=input_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
         self.attention_post_norm = attention_post_norm
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
         self.mlp_post_norm = mlp_post_norm
-        input_norm.feed(attention.qkv)
-        mlp.feed_from(mlp_norm)
-
-    @property
-    def spec(self) -> AttentionSpec:
-        return self.attention.spec
-
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Projected, Tensor]:
-        act, residual = self.input_norm(partial, residual)
-        return self.attention.project(act, step), residual
-
-    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
-        return mixer(mixer_input, self.attention.wanted)
 
     def after(self, mixed: Act, residual: Tensor) -> tuple[None, Tensor]:
         residual = self.attention_post_norm.settle(self.attention.output(mixed), residual)
@@ -90,13 +75,13 @@ class Beside(NamedTuple):
 class ParallelLayer:
     """x + attention(norm(x)) + mlp(norm(x)), one norm for both (Cohere)."""
 
-    def __init__(self, *, input_norm: Norm, attention: Attention, mlp: Mlp | PlainMlp) -> None:
+    def __init__(self, *, input_norm: Norm, attention: AttentionBlock, mlp: Mlp | PlainMlp) -> None:
         self.input_norm = input_norm
         self.attention = attention
         self.mlp = mlp
 
     @property
-    def spec(self) -> AttentionSpec:
+    def spec(self) -> Any:
         return self.attention.spec
 
     def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Beside, Tensor]:
@@ -104,7 +89,7 @@ class ParallelLayer:
         return Beside(self.attention.project(act, step), self.mlp(act)), residual
 
     def mix(self, mixer_input: Beside, mixer: Mixer) -> Beside:
-        return mixer_input._replace(heads=mixer(mixer_input.heads, self.attention.wanted))
+        return mixer_input._replace(heads=self.attention.attend(mixer_input.heads, mixer))
 
     def after(self, mixed: Beside, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self.attention.output(mixed.heads) + mixed.mlp, residual

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from headrace.layers.attention import Attention
+from headrace.layers.attention import AttentionBlock
 from headrace.layers.embedding import Embedding, Head
 from headrace.layers.experts import Experts
 from headrace.layers.mlp import Mlp, PlainMlp
 from headrace.layers.norm import Norm
-from headrace.layers.port import Act, AttentionSpec, ForwardStep, Layer, Mixer, Projected, Rope
+from headrace.layers.port import Act, ForwardStep, Layer, Mixer, Rope
 from headrace.layers.rope import Rotary
 
 COMMON_RULES: Mapping[str, str] = {
@@ -62,25 +62,25 @@ class PreNormLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self, *, input_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp | PlainMlp | Experts
+        self, *, input_norm: Norm, attention: AttentionBlock, mlp_norm: Norm, mlp: Mlp | PlainMlp | Experts
     ) -> None:
         self.input_norm = input_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
-        input_norm.feed(attention.qkv)
+        attention.feed_from(input_norm)
         mlp.feed_from(mlp_norm)
 
     @property
-    def spec(self) -> AttentionSpec:
+    def spec(self) -> Any:
         return self.attention.spec
 
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Projected, Tensor]:
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
         act, residual = self.input_norm(partial, residual)
         return self.attention.project(act, step), residual
 
     def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
-        return mixer(mixer_input, self.attention.wanted)
+        return self.attention.attend(mixer_input, mixer)
 
     def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor, Tensor]:
         act, residual = self.mlp_norm(self.attention.output(mixed), residual)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from headrace.kernels.quantise import PLAIN
 from headrace.layers.attention import Attention, KvScales
-from headrace.layers.decoder import PreNormLayer
 from headrace.layers.factory import LayerFactory
 from headrace.layers.linear import Output
 from headrace.layers.norm import HeadNorm
@@ -19,7 +16,7 @@ from headrace.layers.port import Act, AttentionSpec, ForwardStep, Mixer, Project
 class GatedAttention(Attention):
     """The packed projection has (query, gate) of each head in turn, then keys and values."""
 
-    def split(self, act: Act, step: ForwardStep) -> tuple[Projected, Tensor]:
+    def project(self, act: Act, step: ForwardStep) -> tuple[Projected, Tensor]:
         """[tokens, hidden] -> (the packed heads, gates [tokens, heads * dim])"""
         packed = self.qkv(act)
         width = self.spec.num_heads * self.spec.head_dim
@@ -27,20 +24,9 @@ class GatedAttention(Attention):
         heads = torch.cat((q.flatten(1), packed[:, 2 * width :]), -1)
         return self.ready(heads, step), gate.flatten(1)
 
-
-class GatedPreNormLayer(PreNormLayer):
-    """As `PreNormLayer`, with gated attention."""
-
-    attention: GatedAttention
-
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
-        act, residual = self.input_norm(partial, residual)
-        return self.attention.split(act, step), residual
-
-    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
+    def attend(self, mixer_input: tuple[Projected, Tensor], mixer: Mixer) -> Act:
         packed, gate = mixer_input
-        mixed = mixer(packed, PLAIN)
-        return Act(mixed.data * torch.sigmoid(gate))
+        return Act(mixer(packed, PLAIN).data * torch.sigmoid(gate))
 
 
 def gated_attention(

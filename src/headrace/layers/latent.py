@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from headrace.attention._latent import Choice, LatentProjected, LatentSpec
-from headrace.kernels.quantise import Form
-from headrace.layers.experts import Experts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.indexer import Indexer
 from headrace.layers.linear import Linear, Output, column_linear
-from headrace.layers.mlp import Mlp
 from headrace.layers.norm import Norm
 from headrace.layers.port import Act, ForwardStep, Mixer
 from headrace.layers.rope import RopeSettings, score_scale
@@ -159,41 +155,12 @@ class LatentAttention:
             choice=step.carried.setdefault("choice", Choice()) if self.is_sparse else None,
         )
 
-    @property
-    def wanted(self) -> Form:
-        """How the output projection takes what was mixed."""
-        return self.out.wanted
+    def attend(self, mixer_input: LatentProjected, mixer: Mixer) -> Act:
+        return mixer(mixer_input, self.out.wanted)
 
     def output(self, mixed: Act) -> Tensor:
         """[tokens, heads * v_dim] -> [tokens, hidden], partial"""
         return self.out(mixed)
-
-
-class LatentLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); attention over latents."""
-
-    def __init__(self, *, input_norm: Norm, attention: LatentAttention, mlp_norm: Norm, mlp: Mlp | Experts) -> None:
-        self.input_norm = input_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        attention.feed_from(input_norm)
-        mlp.feed_from(mlp_norm)
-
-    @property
-    def spec(self) -> LatentSpec:
-        return self.attention.spec
-
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
-        act, residual = self.input_norm(partial, residual)
-        return self.attention.project(act, step), residual
-
-    def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
-        return mixer(mixer_input, self.attention.wanted)
-
-    def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor, Tensor]:
-        act, residual = self.mlp_norm(self.attention.output(mixed), residual)
-        return self.mlp(act), residual
 
 
 def latent_attention(

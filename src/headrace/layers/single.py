@@ -6,32 +6,32 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.layers.attention import Attention
+from headrace.layers.attention import AttentionBlock
 from headrace.layers.experts import Experts
 from headrace.layers.mlp import Mlp, PlainMlp
 from headrace.layers.norm import Norm
-from headrace.layers.port import Act, AttentionSpec, ForwardStep, LiveState, Mixer, Projected
+from headrace.layers.port import Act, ForwardStep, LiveState, Mixer
 from headrace.layers.recurrent import RecurrentMixer
 
 
 class AttentionLayer:
     """x + attention(norm(x))."""
 
-    def __init__(self, *, norm: Norm, attention: Attention) -> None:
+    def __init__(self, *, norm: Norm, attention: AttentionBlock) -> None:
         self.norm = norm
         self.attention = attention
-        norm.feed(attention.qkv)
+        attention.feed_from(norm)
 
     @property
-    def spec(self) -> AttentionSpec:
+    def spec(self) -> Any:
         return self.attention.spec
 
-    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Projected, Tensor]:
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Any, Tensor]:
         act, residual = self.norm(partial, residual)
         return self.attention.project(act, step), residual
 
     def mix(self, mixer_input: Any, mixer: Mixer) -> Act:
-        return mixer(mixer_input, self.attention.wanted)
+        return self.attention.attend(mixer_input, mixer)
 
     def after(self, mixed: Act, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self.attention.output(mixed), residual

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from headrace.layers.decoder import PRE_NORM_RULES, ROTARY_NAMES, Decoder
+from headrace.layers.decoder import PRE_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
 from headrace.layers.experts import Experts, Routing, expert_act, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.indexer import INDEXER_RULES, Indexer
-from headrace.layers.latent import LatentLayer, LatentSizes, latent_attention
+from headrace.layers.latent import LatentSizes, latent_attention
 from headrace.layers.mlp import Mlp
 from headrace.layers.rope import max_position, rope_settings
 from headrace.layers.weights import WeightMap
@@ -94,9 +94,9 @@ class LatentDecoder(Decoder):
         """Of one layer; None where it takes an earlier one's choice, or sees everything."""
         return None
 
-    def _layer(self, config: HfConfig, factory: LayerFactory, index: int) -> LatentLayer:
+    def _layer(self, config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer:
         name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
-        return LatentLayer(
+        return PreNormLayer(
             input_norm=factory.norm(f"{name}.input_norm", hidden_size, eps=eps),
             attention=latent_attention(
                 factory,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, ROTARY_NAMES, Decoder
+from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
 from headrace.layers.delta_net import DeltaSizes, delta_net
 from headrace.layers.experts import Experts, Routing, expert_act, expert_rules, is_sparse, num_experts
 from headrace.layers.factory import LayerFactory
-from headrace.layers.gated import GatedPreNormLayer, gated_attention
+from headrace.layers.gated import gated_attention
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.mlp import Mlp
 from headrace.layers.recurrent import RecurrentPreNormLayer, state_dtype
@@ -79,7 +79,7 @@ class QwenHybrid(Decoder):
 
     def _layer(
         self, config: HfConfig, factory: LayerFactory, index: int, kind: str
-    ) -> GatedPreNormLayer | RecurrentPreNormLayer:
+    ) -> PreNormLayer | RecurrentPreNormLayer:
         name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
         input_norm = factory.norm(f"{name}.input_norm", hidden_size, eps=eps, plus_one=True)
         mlp_norm = factory.norm(f"{name}.mlp_norm", hidden_size, eps=eps, plus_one=True)
@@ -108,7 +108,7 @@ class QwenHybrid(Decoder):
             q_norm=factory.head_norm(f"{name}.attention.q_norm", head_dim, eps=eps, plus_one=True),
             k_norm=factory.head_norm(f"{name}.attention.k_norm", head_dim, eps=eps, plus_one=True),
         )
-        return GatedPreNormLayer(input_norm=input_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
+        return PreNormLayer(input_norm=input_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
 
     def mlp(self, config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
         return factory.mlp(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from headrace.layers.causal import CausalLm, gated_mlp
-from headrace.layers.decoder import PRE_NORM_RULES
+from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
 from headrace.layers.experts import Experts, Routing, expert_act, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.kimi_delta import KimiDeltaSizes, kimi_delta
-from headrace.layers.latent import LatentLayer, LatentSizes, latent_attention
+from headrace.layers.latent import LatentSizes, latent_attention
 from headrace.layers.mlp import Mlp
 from headrace.layers.port import Layer, Rope
 from headrace.layers.recurrent import RecurrentPreNormLayer, state_dtype
@@ -123,7 +123,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int, kind:
             bias=config.flag("attention_bias", False),
             interleaved=True,
         )
-        return LatentLayer(input_norm=input_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
+        return PreNormLayer(input_norm=input_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
     mixer = kimi_delta(
         factory,
         f"{name}.delta",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.layers.block_sparse import BLOCK_INDEX_RULES, BlockIndexSpec, SparseLayer, block_indexer
+from headrace.layers.block_sparse import BLOCK_INDEX_RULES, BlockIndexSpec, SparseAttention, block_indexer
 from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
 from headrace.layers.experts import ExpertAct, Experts, Routing, expert_rules, num_experts
 from headrace.layers.factory import LayerFactory
@@ -125,7 +125,7 @@ def _kinds(config: HfConfig, key: str, known: tuple[str, str], default: str) -> 
     return kinds
 
 
-def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer | SparseLayer:
+def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer:
     name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
     heads, kv_heads, head_dim = config.integer("num_attention_heads"), config.num_kv_heads(), config.head_dim()
     attention = factory.attention(
@@ -147,7 +147,8 @@ def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer 
         factory, f"{name}.attention.index",
         hidden_size=hidden_size, num_heads=heads, num_kv_heads=kv_heads, spec=_index(config), eps=eps,
     )  # fmt: skip
-    return SparseLayer(input_norm=input_norm, attention=attention, indexer=indexer, mlp_norm=mlp_norm, mlp=mlp)
+    sparse = SparseAttention(attention, indexer)
+    return PreNormLayer(input_norm=input_norm, attention=sparse, mlp_norm=mlp_norm, mlp=mlp)
 
 
 def _index(config: HfConfig) -> BlockIndexSpec:
