@@ -29,11 +29,13 @@ class CausalLm(Decoder):
         layer: Callable[[str, int], Layer],
         rules: Mapping[str, str],
         norm: Norm | None = None,
+        eps: float = 1e-6,
         ropes: Mapping[str, Rotary] | None = None,
         positions: int | None = None,
         logit_scale: float = 1.0,
         soft_cap: float | None = None,
         ignored: Sequence[str] = (),
+        kept: Sequence[str] = (),
         fused: Fused | None = None,
         renamed: Mapping[str, str] | None = None,
     ) -> None:
@@ -41,10 +43,11 @@ class CausalLm(Decoder):
         Args:
             config: with the defaults of its architecture filled in.
             layer: makes the layer of this name and index.
-            norm: the last one; None is an RMS norm of `rms_norm_eps`.
+            norm: the last one; None is an RMS norm of `rms_norm_eps`, of `eps` where a config states none.
             ropes: by kind; None is one kind, "all", from the usual keys.
             positions: None is what the rope keys of a config for all layers allow.
             ignored: names beside `ROTARY_NAMES`.
+            kept, fused, renamed: as in `WeightMap`.
         """
         hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
         is_tied = config.flag("tie_word_embeddings", False)
@@ -52,7 +55,7 @@ class CausalLm(Decoder):
         super().__init__(
             embedding=embedding,
             layers=[layer(f"layers.{index}", index) for index in range(config.integer("num_hidden_layers"))],
-            norm=norm or factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6)),
+            norm=norm or factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", eps)),
             head=factory.head(
                 "head",
                 vocab_size,
@@ -65,7 +68,12 @@ class CausalLm(Decoder):
             max_position=max_position(config) if positions is None else positions,
         )
         self._weights = factory.weight_map(
-            rules, ignored=(*ROTARY_NAMES, *ignored), tied=TIED if is_tied else {}, fused=fused, renamed=renamed
+            rules,
+            ignored=(*ROTARY_NAMES, *ignored),
+            kept=kept,
+            tied=TIED if is_tied else {},
+            fused=fused,
+            renamed=renamed,
         )
 
     def weight_map(self) -> WeightMap:

@@ -309,6 +309,19 @@ def num_experts(config: HfConfig, default: int) -> int:
     return default
 
 
+def corrected_routing(config: HfConfig, count: int) -> Routing:
+    """Sigmoid scores, chosen within the best groups, as DeepSeek-V3's keys state it; `count` experts."""
+    return Routing(
+        num_experts=count,
+        top_k=config.integer("num_experts_per_tok"),
+        scoring="sigmoid",
+        normalise=config.flag("norm_topk_prob", True),
+        scaling=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.integer("n_group", 1),
+        top_groups=config.integer("topk_group", 1),
+    )
+
+
 def is_sparse(config: HfConfig, layer: int) -> bool:
     """Whether a layer has experts: every `decoder_sparse_step`-th one, but those of `mlp_only_layers` (Qwen)."""
     dense = config.get("mlp_only_layers", [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypedDict
 
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
@@ -97,6 +97,15 @@ class HfConfig(Mapping[str, Any]):
         if not isinstance(value, str):
             raise ValueError(f"{self.place}: {key} must be a string, not {value!r}")
         return value
+
+    def kinds(self, key: str, known: Collection[str]) -> list[str] | None:
+        """What `key` states for each layer; None where it states nothing."""
+        stated, count = self.get(key), self.integer("num_hidden_layers")
+        if stated is None:
+            return None
+        if not isinstance(stated, list) or len(stated) != count or not all(kind in known for kind in stated):
+            raise ValueError(f"{self.place}: {key} must state {' or '.join(known)} for each of {count} layers")
+        return list(stated)
 
     def section(self, key: str) -> HfConfig:
         value = self[key]

@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from headrace.layers.decoder import PRE_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
-from headrace.layers.experts import Experts, Routing, expert_act, expert_rules
+from headrace.layers.causal import CausalLm
+from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
+from headrace.layers.experts import Experts, Routing, corrected_routing, expert_act, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.indexer import INDEXER_RULES, Indexer
+from headrace.layers.indexer import INDEXER_RULES, Indexer, IndexSpec, indexer
 from headrace.layers.latent import LatentSizes, latent_attention
 from headrace.layers.mlp import Mlp
-from headrace.layers.rope import max_position, rope_settings
-from headrace.layers.weights import WeightMap
+from headrace.layers.rope import rope_settings
 
 V3_DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 4096,
@@ -38,7 +38,7 @@ V3_DEFAULTS: Mapping[str, Any] = {
 """What transformers takes for keys that a V3 config leaves out."""
 
 
-class LatentDecoder(Decoder):
+class LatentDecoder(CausalLm):
     """A V3. Those that differ say how in `defaults`, `routing` and `indexer`."""
 
     layer_kinds = frozenset({"latent"})
@@ -51,51 +51,30 @@ class LatentDecoder(Decoder):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = config.with_defaults(self.defaults)
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
-        num_layers = config.integer("num_hidden_layers")
-        is_tied = config.flag("tie_word_embeddings", False)
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
-        super().__init__(
-            embedding=embedding,
-            layers=[self._layer(config, factory, index) for index in range(num_layers)],
-            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6)),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
-            ropes={"all": factory.rotary(rope_settings(config), config.integer("qk_rope_head_dim"))},
-            max_position=max_position(config),
-        )
         plain = {name: place for name, place in PRE_NORM_RULES.items() if ".self_attn." not in name}
         experts = expert_rules("model.layers.*.mlp", "layers.*.mlp")
+        num_layers = config.integer("num_hidden_layers")
         drafting = config.integer("num_nextn_predict_layers", 1, least=0)
-        self._weights = factory.weight_map(
-            {**plain, **experts, **LatentSizes.of(config).rules, **INDEXER_RULES},
-            ignored=ROTARY_NAMES,
+        super().__init__(
+            config,
+            factory,
+            layer=lambda name, index: self._layer(config, factory, name, index),
+            rules={**plain, **experts, **LatentSizes.of(config).rules, **INDEXER_RULES},
+            ropes={"all": factory.rotary(rope_settings(config), config.integer("qk_rope_head_dim"))},
             kept=[f"model.layers.{num_layers + index}.**" for index in range(drafting)],
-            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
         )
-
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
     @staticmethod
     def routing(config: HfConfig) -> Routing:
-        return Routing(
-            num_experts=config.integer("n_routed_experts"),
-            top_k=config.integer("num_experts_per_tok"),
-            scoring="sigmoid",
-            normalise=config.flag("norm_topk_prob", True),
-            scaling=config.number("routed_scaling_factor"),
-            num_groups=config.integer("n_group"),
-            top_groups=config.integer("topk_group"),
-            group_score="top2",
-        )
+        return corrected_routing(config, config.integer("n_routed_experts"))
 
     @staticmethod
     def indexer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Indexer | None:
         """Of one layer; None where it takes an earlier one's choice, or sees everything."""
         return None
 
-    def _layer(self, config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer:
-        name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+    def _layer(self, config: HfConfig, factory: LayerFactory, name: str, index: int) -> PreNormLayer:
+        hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
         return PreNormLayer(
             input_norm=factory.norm(f"{name}.input_norm", hidden_size, eps=eps),
             attention=latent_attention(
@@ -133,15 +112,29 @@ class LatentDecoder(Decoder):
         )
 
 
+def stated_indexer(config: HfConfig, factory: LayerFactory, name: str, *, interleaved: bool) -> Indexer:
+    """From the usual keys.
+
+    Args:
+        interleaved: its rope turns neighbouring features.
+    """
+    return indexer(
+        factory,
+        name,
+        hidden_size=config.integer("hidden_size"),
+        q_rank=config.integer("q_lora_rank"),
+        spec=IndexSpec(
+            num_heads=config.integer("index_n_heads"),
+            dim=config.integer("index_head_dim"),
+            top=config.integer("index_topk"),
+        ),
+        interleaved=interleaved,
+    )
+
+
 def _is_dense(config: HfConfig, index: int) -> bool:
     """`mlp_layer_types` by layer, else the first `first_k_dense_replace` layers."""
-    kinds = config.get("mlp_layer_types")
+    kinds = config.kinds("mlp_layer_types", ("dense", "sparse"))
     if kinds is None:
         return index < config.integer("first_k_dense_replace", least=0)
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != config.integer("num_hidden_layers")
-        or set(kinds) - {"dense", "sparse"}
-    ):
-        raise ValueError(f"{config.place}: mlp_layer_types must state dense or sparse for each layer, not {kinds!r}")
     return kinds[index] == "dense"

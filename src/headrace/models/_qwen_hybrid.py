@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
+from headrace.layers.causal import CausalLm
+from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, PreNormLayer
 from headrace.layers.delta_net import DeltaSizes, delta_net
-from headrace.layers.experts import Experts, Routing, expert_act, expert_rules, is_sparse, num_experts
+from headrace.layers.experts import Experts, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.gated import gated_attention
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.mlp import Mlp
 from headrace.layers.recurrent import RecurrentPreNormLayer, state_dtype
 from headrace.layers.rope import RopeSettings, max_position, rope_settings
-from headrace.layers.weights import Fused, WeightMap
+from headrace.layers.weights import Fused
+from headrace.models._qwen_moe import qwen_mlp
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -43,7 +45,7 @@ VISION_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 """Of ropes: how positions of images are told apart; those of text are all the same."""
 
 
-class QwenHybrid(Decoder):
+class QwenHybrid(CausalLm):
     """Pre-norm decoder. Subclasses say what a config leaves out and how checkpoints order the recurrent projections."""
 
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"full", "state"})
@@ -53,34 +55,28 @@ class QwenHybrid(Decoder):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         is_tied = config.flag("tie_word_embeddings", False)
-        config = (config.section("text_config") if "text_config" in config else config).with_defaults(self.defaults)
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
-        kinds = _kinds(config)
+        text = (config.section("text_config") if "text_config" in config else config).with_defaults(self.defaults)
+        text = HfConfig({**text, "tie_word_embeddings": is_tied}, place=text.place)
+        kinds = _kinds(text)
+        eps = text.number("rms_norm_eps", 1e-6)
         super().__init__(
-            embedding=embedding,
-            layers=[self._layer(config, factory, index, kind) for index, kind in enumerate(kinds)],
-            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6), plus_one=True),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
-            ropes={"all": factory.rotary(_rope(config), config.head_dim())},
-            max_position=max_position(_text_only(config)),
-        )
-        self._weights = factory.weight_map(
-            RULES,
-            ignored=(*ROTARY_NAMES, *LEFT_OUT),
+            text,
+            factory,
+            layer=lambda name, index: self._layer(text, factory, name, index, kinds[index]),
+            rules=RULES,
+            norm=factory.norm("norm", text.integer("hidden_size"), eps=eps, plus_one=True),
+            ropes={"all": factory.rotary(_rope(text), text.head_dim())},
+            positions=max_position(_text_only(text)),
+            ignored=LEFT_OUT,
             kept=("mtp.**",),
-            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
+            fused=_fused(DeltaSizes.of(text)) if LINEAR in kinds else {},
             renamed=RENAMED,
-            fused=_fused(DeltaSizes.of(config)) if LINEAR in kinds else {},
         )
-
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
     def _layer(
-        self, config: HfConfig, factory: LayerFactory, index: int, kind: str
+        self, config: HfConfig, factory: LayerFactory, name: str, index: int, kind: str
     ) -> PreNormLayer | RecurrentPreNormLayer:
-        name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+        hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
         input_norm = factory.norm(f"{name}.input_norm", hidden_size, eps=eps, plus_one=True)
         mlp_norm = factory.norm(f"{name}.mlp_norm", hidden_size, eps=eps, plus_one=True)
         mlp = self.mlp(config, factory, f"{name}.mlp", index)
@@ -125,35 +121,16 @@ class QwenHybridMoe(QwenHybrid):
     has_experts: ClassVar[bool] = True
 
     def mlp(self, config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
-        if not is_sparse(config, index):
-            return super().mlp(config, factory, name, index)
-        act = config.text("hidden_act", "silu")
-        return factory.experts(
-            name,
-            hidden_size=config.integer("hidden_size"),
-            intermediate_size=config.integer("moe_intermediate_size"),
-            routing=Routing(
-                num_experts=num_experts(config, 256),
-                top_k=config.integer("num_experts_per_tok"),
-                normalise=config.flag("norm_topk_prob", True),
-            ),
-            act=expert_act(act),
-            shared_size=config.integer("shared_expert_intermediate_size"),
-            shared_act=act,
-            has_shared_gate=True,
-        )
+        return qwen_mlp(config, factory, name, index, count=256, normalises=True, has_shared=True)
 
 
 def _kinds(config: HfConfig) -> list[str]:
     """`layer_types`, or full attention every `full_attention_interval` layers."""
-    count = config.integer("num_hidden_layers")
-    stated = config.get("layer_types")
-    if stated is None:
-        every = config.integer("full_attention_interval", 4)
-        return [LINEAR if (layer + 1) % every else FULL for layer in range(count)]
-    if not isinstance(stated, list) or len(stated) != count or set(stated) - {LINEAR, FULL}:
-        raise ValueError(f"{config.place}: layer_types must state {LINEAR} or {FULL} for each of {count} layers")
-    return list(stated)
+    stated = config.kinds("layer_types", (LINEAR, FULL))
+    if stated is not None:
+        return stated
+    every = config.integer("full_attention_interval", 4)
+    return [LINEAR if (layer + 1) % every else FULL for layer in range(config.integer("num_hidden_layers"))]
 
 
 def _text_only(config: HfConfig) -> HfConfig:

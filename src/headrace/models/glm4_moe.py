@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from headrace.layers.decoder import PRE_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
-from headrace.layers.experts import Experts, Routing, expert_act, expert_rules, num_experts
+from headrace.layers.causal import CausalLm
+from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, PreNormLayer
+from headrace.layers.experts import Experts, corrected_routing, expert_act, expert_rules, num_experts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.mlp import Mlp
 from headrace.layers.norm import HeadNorm
-from headrace.layers.rope import max_position, rope_settings
-from headrace.layers.weights import WeightMap
 
 __all__ = ["Glm4MoeModel"]
 
+EPS = 1e-5
 DEFAULTS = {
     "max_position_embeddings": 131_072,
     "num_key_value_heads": 8,
@@ -29,12 +29,11 @@ DEFAULTS = {
 RULES = {
     **PRE_NORM_RULES,
     **expert_rules("model.layers.*.mlp", "layers.*.mlp"),
-    "model.layers.*.self_attn.q_norm.weight": "layers.*.attention.q_norm.weight",
-    "model.layers.*.self_attn.k_norm.weight": "layers.*.attention.k_norm.weight",
+    **QK_NORM_RULES,
 }
 
 
-class Glm4MoeModel(Decoder):
+class Glm4MoeModel(CausalLm):
     """Pre-norm decoder; rope turns half of a head's features."""
 
     model_types = ("glm4_moe",)
@@ -42,32 +41,20 @@ class Glm4MoeModel(Decoder):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = config.with_defaults(DEFAULTS)
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers")
-        is_tied = config.flag("tie_word_embeddings", False)
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
-        super().__init__(
-            embedding=embedding,
-            layers=[_layer(config, factory, index) for index in range(num_layers)],
-            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-5)),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
-            ropes={"all": factory.rotary(rope_settings(config), config.head_dim())},
-            max_position=max_position(config),
-        )
         drafting = config.integer("num_nextn_predict_layers", config.integer("num_mtp_layers", 1, least=0), least=0)
-        self._weights = factory.weight_map(
-            RULES,
-            ignored=ROTARY_NAMES,
+        super().__init__(
+            config,
+            factory,
+            layer=lambda name, index: _layer(config, factory, name, index),
+            rules=RULES,
+            eps=EPS,
             kept=[f"model.layers.{num_layers + index}.**" for index in range(drafting)],
-            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
         )
 
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
-
-def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer:
-    name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-5)
+def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> PreNormLayer:
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", EPS)
     head_dim, has_norm = config.head_dim(), config.flag("use_qk_norm", False)
 
     def head_norm(part: str) -> HeadNorm | None:
@@ -103,15 +90,7 @@ def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp 
         name,
         hidden_size=hidden_size,
         intermediate_size=inner,
-        routing=Routing(
-            num_experts=num_experts(config, 128),
-            top_k=config.integer("num_experts_per_tok"),
-            scoring="sigmoid",
-            normalise=config.flag("norm_topk_prob", True),
-            scaling=config.number("routed_scaling_factor", 1.0),
-            num_groups=config.integer("n_group", 1),
-            top_groups=config.integer("topk_group", 1),
-        ),
+        routing=corrected_routing(config, num_experts(config, 128)),
         act=expert_act(act),
         router_dtype=torch.float32,
         has_correction=True,

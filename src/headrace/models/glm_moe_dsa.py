@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.indexer import Indexer, IndexSpec, indexer
-from headrace.models._deepseek import V3_DEFAULTS, LatentDecoder
+from headrace.layers.indexer import Indexer
+from headrace.models._deepseek import V3_DEFAULTS, LatentDecoder, stated_indexer
 
 __all__ = ["GlmMoeDsaModel"]
 
@@ -39,18 +39,7 @@ class GlmMoeDsaModel(LatentDecoder):
     def indexer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Indexer | None:
         if indexer_kinds(config)[index] == SHARED:
             return None
-        return indexer(
-            factory,
-            name,
-            hidden_size=config.integer("hidden_size"),
-            q_rank=config.integer("q_lora_rank"),
-            spec=IndexSpec(
-                num_heads=config.integer("index_n_heads"),
-                dim=config.integer("index_head_dim"),
-                top=config.integer("index_topk"),
-            ),
-            interleaved=True,
-        )
+        return stated_indexer(config, factory, name, interleaved=True)
 
 
 def indexer_kinds(config: HfConfig) -> list[str]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from headrace.layers.decoder import PRE_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
+from headrace.layers.causal import CausalLm
+from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
 from headrace.layers.experts import ExpertAct, Routing, expert_rules, num_experts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.rope import max_position, rope_settings
-from headrace.layers.weights import WeightMap
+from headrace.layers.rope import rope_settings
 from headrace.layers.window import FULL, SLIDING, layer_kinds
 
 __all__ = ["GptOssModel"]
 
+EPS = 1e-5
 DEFAULTS = {
     "max_position_embeddings": 131_072,
     "num_key_value_heads": 8,
@@ -41,7 +42,7 @@ RULES = {
 }
 
 
-class GptOssModel(Decoder):
+class GptOssModel(CausalLm):
     """Pre-norm decoder with experts in every layer."""
 
     model_types = ("gpt_oss",)
@@ -53,22 +54,15 @@ class GptOssModel(Decoder):
         if "rope_scaling" in config:
             config = config.with_defaults({"rope_parameters": None})
         config = config.with_defaults(DEFAULTS)
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
-        is_tied = config.flag("tie_word_embeddings", False)
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
+        kinds = _kinds(config)
         super().__init__(
-            embedding=embedding,
-            layers=[_layer(config, factory, f"layers.{i}", kind) for i, kind in enumerate(_kinds(config))],
-            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-5)),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
+            config,
+            factory,
+            layer=lambda name, index: _layer(config, factory, name, kinds[index]),
+            rules=RULES,
+            eps=EPS,
             ropes={"all": factory.rotary(rope_settings(config, default_theta=THETA), config.head_dim())},
-            max_position=max_position(config),
         )
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-        self._weights = factory.weight_map(RULES, ignored=ROTARY_NAMES, tied=tied)
-
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
 
 def _kinds(config: HfConfig) -> list[str]:
@@ -78,7 +72,7 @@ def _kinds(config: HfConfig) -> list[str]:
 
 
 def _layer(config: HfConfig, factory: LayerFactory, name: str, kind: str) -> PreNormLayer:
-    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-5)
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", EPS)
     has_bias = config.flag("attention_bias", True)
     return PreNormLayer(
         input_norm=factory.norm(f"{name}.input_norm", hidden_size, eps=eps),

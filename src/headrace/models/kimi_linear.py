@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.layers.causal import CausalLm, gated_mlp
 from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
-from headrace.layers.experts import Experts, Routing, expert_act, expert_rules
+from headrace.layers.experts import Experts, corrected_routing, expert_act, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.kimi_delta import KimiDeltaSizes, kimi_delta
@@ -143,15 +143,7 @@ def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp 
         f"{name}.mlp",
         hidden_size=config.integer("hidden_size"),
         intermediate_size=inner,
-        routing=Routing(
-            num_experts=config.integer("num_local_experts"),
-            top_k=config.integer("num_experts_per_tok"),
-            scoring="sigmoid",
-            normalise=config.flag("norm_topk_prob", True),
-            scaling=config.number("routed_scaling_factor"),
-            num_groups=config.integer("n_group"),
-            top_groups=config.integer("topk_group"),
-        ),
+        routing=corrected_routing(config, config.integer("num_local_experts")),
         act=expert_act(act),
         router_dtype=torch.float32,
         has_correction=True,
@@ -197,29 +189,24 @@ def _sizes(config: HfConfig) -> KimiDeltaSizes:
 
 def _kinds(config: HfConfig) -> list[str]:
     """`layer_types`, the layers (from 1) that `linear_attn_config` lists, or every fourth but the first full."""
-    count = config.integer("num_hidden_layers")
-    stated = config.get("layer_types")
-    if stated is None and "linear_attn_config" in config:
-        lists = config.section("linear_attn_config")
-        full, linear = lists.get("full_attn_layers", []), lists.get("kda_layers", [])
-        if sorted([*full, *linear]) != list(range(1, count + 1)):
-            raise ValueError(
-                f"{lists.place}: full_attn_layers and kda_layers must name each of the layers 1 to {count} once"
-            )
-        stated = [FULL if layer + 1 in full else LINEAR for layer in range(count)]
-    if stated is None:
+    stated, count = config.kinds("layer_types", (LINEAR, FULL)), config.integer("num_hidden_layers")
+    if stated is not None:
+        return stated
+    if "linear_attn_config" not in config:
         return [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(count)]
-    if not isinstance(stated, list) or len(stated) != count or set(stated) - {LINEAR, FULL}:
-        raise ValueError(f"{config.place}: layer_types must state {LINEAR} or {FULL} for each of {count} layers")
-    return list(stated)
+    lists = config.section("linear_attn_config")
+    full, linear = lists.get("full_attn_layers", []), lists.get("kda_layers", [])
+    if sorted([*full, *linear]) != list(range(1, count + 1)):
+        raise ValueError(
+            f"{lists.place}: full_attn_layers and kda_layers must name each of the layers 1 to {count} once"
+        )
+    return [FULL if layer + 1 in full else LINEAR for layer in range(count)]
 
 
 def _is_dense(config: HfConfig, index: int) -> bool:
-    kinds = config.get("mlp_layer_types")
+    kinds = config.kinds("mlp_layer_types", ("dense", "sparse"))
     if kinds is None:
         return index < config.integer("first_k_dense_replace", 1, least=0)
-    if not isinstance(kinds, list) or len(kinds) != config.integer("num_hidden_layers"):
-        raise ValueError(f"{config.place}: mlp_layer_types must state dense or sparse for each layer, not {kinds!r}")
     return kinds[index] == "dense"
 
 

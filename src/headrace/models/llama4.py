@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from headrace.layers.attention import Attention
-from headrace.layers.decoder import COMMON_RULES, PRE_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
+from headrace.layers.causal import CausalLm, text_section
+from headrace.layers.decoder import COMMON_RULES, PRE_NORM_RULES, PreNormLayer
 from headrace.layers.experts import Experts, Routing, expert_act, expert_rules, num_experts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.heads import HeadStep, Temperature, TurnedNorms
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.mlp import Mlp
-from headrace.layers.rope import max_position, rope_settings
-from headrace.layers.weights import WeightMap
+from headrace.layers.rope import rope_settings
 
 __all__ = ["Llama4Model"]
 
+EPS = 1e-5
 DEFAULTS = {
     "max_position_embeddings": 131_072,
     "num_key_value_heads": 8,
@@ -54,7 +55,7 @@ RENAMED = {
 """Prefixes of the language model in multimodal checkpoints, older and newer."""
 
 
-class Llama4Model(Decoder):
+class Llama4Model(CausalLm):
     """The text model, also of multimodal checkpoints; images are not read."""
 
     model_types = ("llama4_text", "llama4")
@@ -62,32 +63,21 @@ class Llama4Model(Decoder):
     has_experts = True
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
-        text = config.section("text_config") if "text_config" in config else config
-        text = text.with_defaults(DEFAULTS)
-        hidden_size, vocab_size = text.integer("hidden_size"), text.integer("vocab_size")
-        is_tied = text.flag("tie_word_embeddings", config.flag("tie_word_embeddings", False))
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
+        text = (text_section(config) if "text_config" in config else config).with_defaults(DEFAULTS)
         super().__init__(
-            embedding=embedding,
-            layers=[_layer(text, factory, index) for index in range(text.integer("num_hidden_layers"))],
-            norm=factory.norm("norm", hidden_size, eps=text.number("rms_norm_eps", 1e-5)),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
+            text,
+            factory,
+            layer=lambda name, index: _layer(text, factory, name, index),
+            rules=RULES,
+            eps=EPS,
             ropes={"all": factory.rotary(rope_settings(text, default_theta=THETA), text.head_dim())},
-            max_position=max_position(text),
-        )
-        self._weights = factory.weight_map(
-            RULES,
-            ignored=(*ROTARY_NAMES, *VISION_NAMES),
-            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
+            ignored=VISION_NAMES,
             renamed=RENAMED,
         )
 
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
-
-def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer:
-    name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-5)
+def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> PreNormLayer:
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", EPS)
     return PreNormLayer(
         input_norm=factory.norm(f"{name}.input_norm", hidden_size, eps=eps),
         attention=_attention(config, factory, f"{name}.attention", index),
@@ -100,7 +90,7 @@ def _attention(config: HfConfig, factory: LayerFactory, name: str, index: int) -
     head_dim, has_bias, turns = config.head_dim(), config.flag("attention_bias", False), _turns(config, index)
     steps: list[HeadStep] = []
     if turns and config.flag("use_qk_norm", True):
-        norm = factory.unit_norm(head_dim, eps=config.number("rms_norm_eps", 1e-5))
+        norm = factory.unit_norm(head_dim, eps=config.number("rms_norm_eps", EPS))
         steps.append(TurnedNorms(norm, norm))
     if not turns and config.flag("attn_temperature_tuning", True):
         steps.append(Temperature(config.number("attn_scale"), config.integer("floor_scale"), offset=1))

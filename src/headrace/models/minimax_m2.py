@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
+from headrace.layers.causal import CausalLm
+from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, PreNormLayer
 from headrace.layers.experts import Routing, expert_act, expert_rules, num_experts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.rope import max_position, rope_settings
-from headrace.layers.weights import WeightMap
+from headrace.layers.rope import rope_settings
 
 __all__ = ["MiniMaxM2Model"]
 
@@ -31,7 +31,7 @@ RULES = {
 """The published names, and those that transformers has in memory."""
 
 
-class MiniMaxM2Model(Decoder):
+class MiniMaxM2Model(CausalLm):
     """Pre-norm decoder with experts in every layer; rope turns a part of a head's features."""
 
     model_types = ("minimax_m2",)
@@ -41,22 +41,13 @@ class MiniMaxM2Model(Decoder):
         config = config.with_defaults(DEFAULTS)
         if "rotary_dim" in config:
             config = config.with_defaults({"partial_rotary_factor": config.integer("rotary_dim") / config.head_dim()})
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
-        is_tied = config.flag("tie_word_embeddings", False)
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
         super().__init__(
-            embedding=embedding,
-            layers=[_layer(config, factory, f"layers.{i}") for i in range(config.integer("num_hidden_layers"))],
-            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6)),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
+            config,
+            factory,
+            layer=lambda name, _: _layer(config, factory, name),
+            rules=RULES,
             ropes={"all": factory.rotary(rope_settings(config, default_theta=THETA), config.head_dim())},
-            max_position=max_position(config),
         )
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-        self._weights = factory.weight_map(RULES, ignored=ROTARY_NAMES, tied=tied)
-
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
 
 def _layer(config: HfConfig, factory: LayerFactory, name: str) -> PreNormLayer:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from headrace.layers.block_sparse import BLOCK_INDEX_RULES, BlockIndexSpec, SparseAttention, block_indexer
-from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
+from headrace.layers.causal import CausalLm, fused_mlp_names
+from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, PreNormLayer
 from headrace.layers.experts import ExpertAct, Experts, Routing, expert_rules, num_experts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.mlp import Mlp
-from headrace.layers.rope import max_position, rope_settings
-from headrace.layers.weights import WeightMap
+from headrace.layers.rope import rope_settings
 
 __all__ = ["MiniMaxM3Model"]
 
@@ -53,7 +53,7 @@ RULES = {
 """The published names, and those that transformers has."""
 
 
-class MiniMaxM3Model(Decoder):
+class MiniMaxM3Model(CausalLm):
     """The text model, also of multimodal checkpoints; images are not read."""
 
     model_types = ("minimax_m3_vl_text", "minimax_m3_vl")
@@ -63,23 +63,17 @@ class MiniMaxM3Model(Decoder):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = _text(config)
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
-        is_tied = config.flag("tie_word_embeddings", False)
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
-        super().__init__(
-            embedding=embedding,
-            layers=[_layer(config, factory, index) for index in range(config.integer("num_hidden_layers"))],
-            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6), plus_one=True),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
-            ropes={"all": factory.rotary(rope_settings(config, default_theta=THETA), config.head_dim())},
-            max_position=max_position(config),
-        )
         dense, shared = config.integer("dense_intermediate_size"), config.integer("shared_intermediate_size")
-        self._weights = factory.weight_map(
-            RULES,
-            ignored=(*ROTARY_NAMES, "vision_tower.**", "multi_modal_projector.**", "patch_merge_mlp.**"),
+        eps = config.number("rms_norm_eps", 1e-6)
+        super().__init__(
+            config,
+            factory,
+            layer=lambda name, index: _layer(config, factory, name, index),
+            rules=RULES,
+            norm=factory.norm("norm", config.integer("hidden_size"), eps=eps, plus_one=True),
+            ropes={"all": factory.rotary(rope_settings(config, default_theta=THETA), config.head_dim())},
+            ignored=("vision_tower.**", "multi_modal_projector.**", "patch_merge_mlp.**"),
             kept=("mtp.**", "model.mtp.**"),
-            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
             renamed={
                 "language_model.model.": "model.",
                 "language_model.lm_head.": "lm_head.",
@@ -88,15 +82,10 @@ class MiniMaxM3Model(Decoder):
                 "model.multi_modal_projector.": "multi_modal_projector.",
             },
             fused={
-                f"model.layers.*.mlp.{part}gate_up_proj.weight": {
-                    f"model.layers.*.mlp.{part}{name}_proj.weight": width for name in ("gate", "up")
-                }
-                for part, width in (("", dense), ("shared_experts.", shared))
+                **fused_mlp_names(dense),
+                **fused_mlp_names(shared, "model.layers.*.mlp.shared_experts"),
             },
         )
-
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
 
 def _text(config: HfConfig) -> HfConfig:
@@ -117,16 +106,8 @@ def _text(config: HfConfig) -> HfConfig:
     return config.with_defaults(stated).with_defaults(DEFAULTS)
 
 
-def _kinds(config: HfConfig, key: str, known: tuple[str, str], default: str) -> list[str]:
-    count = config.integer("num_hidden_layers")
-    kinds = config.get(key) or [default] * count
-    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - set(known):
-        raise ValueError(f"{config.place}: {key} must state {' or '.join(known)} for each of {count} layers")
-    return kinds
-
-
-def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer:
-    name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> PreNormLayer:
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
     heads, kv_heads, head_dim = config.integer("num_attention_heads"), config.num_kv_heads(), config.head_dim()
     attention = factory.attention(
         f"{name}.attention",
@@ -141,7 +122,8 @@ def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer:
     input_norm = factory.norm(f"{name}.input_norm", hidden_size, eps=eps, plus_one=True)
     mlp_norm = factory.norm(f"{name}.mlp_norm", hidden_size, eps=eps, plus_one=True)
     mlp = _mlp(config, factory, f"{name}.mlp", index)
-    if _kinds(config, "layer_types", (FULL, SPARSE), FULL)[index] == FULL:
+    kinds = config.kinds("layer_types", (FULL, SPARSE))
+    if kinds is None or kinds[index] == FULL:
         return PreNormLayer(input_norm=input_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
     indexer = block_indexer(
         factory, f"{name}.attention.index",
@@ -172,7 +154,8 @@ def _index(config: HfConfig) -> BlockIndexSpec:
 def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
     hidden_size = config.integer("hidden_size")
     act = ExpertAct(limit=config.number("swiglu_limit"), alpha=config.number("swiglu_alpha"), up_offset=1.0)
-    if _kinds(config, "mlp_layer_types", ("dense", "sparse"), "sparse")[index] == "dense":
+    kinds = config.kinds("mlp_layer_types", ("dense", "sparse"))
+    if kinds is not None and kinds[index] == "dense":
         inner = config.integer("dense_intermediate_size")
         return factory.mlp(name, hidden_size=hidden_size, intermediate_size=inner, act=act)
     return factory.experts(

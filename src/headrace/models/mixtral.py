@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from headrace.layers.decoder import PRE_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
+from headrace.layers.causal import CausalLm
+from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
 from headrace.layers.experts import Routing, expert_act, expert_rules, num_experts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.rope import max_position, rope_settings
-from headrace.layers.weights import WeightMap
+from headrace.layers.rope import rope_settings
 
 __all__ = ["MixtralModel"]
 
+THETA = 1_000_000.0
+EPS = 1e-5
 DEFAULTS = {
     "max_position_embeddings": 131_072,
     "num_key_value_heads": 8,
@@ -26,7 +28,7 @@ RULES = {
 """The published names, and those that transformers has in memory."""
 
 
-class MixtralModel(Decoder):
+class MixtralModel(CausalLm):
     """Pre-norm decoder; every token goes to two of eight experts."""
 
     model_types = ("mixtral",)
@@ -35,26 +37,18 @@ class MixtralModel(Decoder):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = config.with_defaults(DEFAULTS)
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
-        is_tied = config.flag("tie_word_embeddings", False)
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
         super().__init__(
-            embedding=embedding,
-            layers=[_layer(config, factory, f"layers.{i}") for i in range(config.integer("num_hidden_layers"))],
-            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-5)),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
-            ropes={"all": factory.rotary(rope_settings(config, default_theta=1_000_000.0), config.head_dim())},
-            max_position=max_position(config),
+            config,
+            factory,
+            layer=lambda name, _: _layer(config, factory, name),
+            rules=RULES,
+            eps=EPS,
+            ropes={"all": factory.rotary(rope_settings(config, default_theta=THETA), config.head_dim())},
         )
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-        self._weights = factory.weight_map(RULES, ignored=ROTARY_NAMES, tied=tied)
-
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
 
 def _layer(config: HfConfig, factory: LayerFactory, name: str) -> PreNormLayer:
-    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-5)
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", EPS)
     return PreNormLayer(
         input_norm=factory.norm(f"{name}.input_norm", hidden_size, eps=eps),
         attention=factory.attention(

@@ -9,7 +9,7 @@ import torch
 
 from headrace.layers.causal import CausalLm
 from headrace.layers.decoder import COMMON_RULES
-from headrace.layers.experts import ExpertAct, Experts, Routing, expert_rules
+from headrace.layers.experts import ExpertAct, Experts, corrected_routing, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.mamba import MambaSizes, mamba, mamba_fused, mamba_rules, time_limits
@@ -133,15 +133,7 @@ def _mlp(config: HfConfig, factory: LayerFactory, name: str, kind: str) -> Plain
         f"{name}.mlp",
         hidden_size=hidden_size,
         intermediate_size=config.integer("moe_intermediate_size"),
-        routing=Routing(
-            num_experts=config.integer("n_routed_experts"),
-            top_k=config.integer("num_experts_per_tok"),
-            scoring="sigmoid",
-            normalise=config.flag("norm_topk_prob", True),
-            scaling=config.number("routed_scaling_factor", 1.0),
-            num_groups=config.integer("n_group"),
-            top_groups=config.integer("topk_group"),
-        ),
+        routing=corrected_routing(config, config.integer("n_routed_experts")),
         act=ExpertAct("relu2", is_gated=False),
         router_dtype=torch.float32,
         has_correction=True,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from headrace.layers.decoder import PRE_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
-from headrace.layers.experts import Experts, Routing, expert_act, expert_rules, is_sparse, num_experts
+from headrace.layers.causal import CausalLm
+from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
+from headrace.layers.experts import expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.mlp import Mlp
-from headrace.layers.rope import max_position, rope_settings
-from headrace.layers.weights import WeightMap
 from headrace.layers.window import FULL, SLIDING, layer_kinds
+from headrace.models._qwen_moe import qwen_mlp
 
 __all__ = ["Qwen2MoeModel"]
 
@@ -27,7 +26,7 @@ DEFAULTS = {
 RULES = {**PRE_NORM_RULES, **expert_rules("model.layers.*.mlp", "layers.*.mlp", shared="shared_expert")}
 
 
-class Qwen2MoeModel(Decoder):
+class Qwen2MoeModel(CausalLm):
     """Pre-norm decoder; some layers may have a dense MLP, some may use a sliding window."""
 
     model_types = ("qwen2_moe",)
@@ -36,22 +35,13 @@ class Qwen2MoeModel(Decoder):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = config.with_defaults(DEFAULTS)
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
-        is_tied = config.flag("tie_word_embeddings", False)
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
+        windows = _windows(config)
         super().__init__(
-            embedding=embedding,
-            layers=[_layer(config, factory, index, window) for index, window in enumerate(_windows(config))],
-            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6)),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
-            ropes={"all": factory.rotary(rope_settings(config), config.head_dim())},
-            max_position=max_position(config),
+            config,
+            factory,
+            layer=lambda name, index: _layer(config, factory, name, index, windows[index]),
+            rules=RULES,
         )
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-        self._weights = factory.weight_map(RULES, ignored=ROTARY_NAMES, tied=tied)
-
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
 
 def _windows(config: HfConfig) -> list[int | None]:
@@ -66,8 +56,8 @@ def _windows(config: HfConfig) -> list[int | None]:
     return [config.optional_integer("sliding_window") if kind == SLIDING else None for kind in kinds]
 
 
-def _layer(config: HfConfig, factory: LayerFactory, index: int, window: int | None) -> PreNormLayer:
-    name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int, window: int | None) -> PreNormLayer:
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
     return PreNormLayer(
         input_norm=factory.norm(f"{name}.input_norm", hidden_size, eps=eps),
         attention=factory.attention(
@@ -81,27 +71,5 @@ def _layer(config: HfConfig, factory: LayerFactory, index: int, window: int | No
             qkv_bias=config.flag("qkv_bias", True),
         ),
         mlp_norm=factory.norm(f"{name}.mlp_norm", hidden_size, eps=eps),
-        mlp=_mlp(config, factory, f"{name}.mlp", index),
-    )
-
-
-def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
-    hidden_size, act = config.integer("hidden_size"), config.text("hidden_act", "silu")
-    if not is_sparse(config, index):
-        return factory.mlp(
-            name, hidden_size=hidden_size, intermediate_size=config.integer("intermediate_size"), act=act
-        )
-    return factory.experts(
-        name,
-        hidden_size=hidden_size,
-        intermediate_size=config.integer("moe_intermediate_size"),
-        routing=Routing(
-            num_experts=num_experts(config, 60),
-            top_k=config.integer("num_experts_per_tok"),
-            normalise=config.flag("norm_topk_prob", False),
-        ),
-        act=expert_act(act),
-        shared_size=config.integer("shared_expert_intermediate_size"),
-        shared_act=act,
-        has_shared_gate=True,
+        mlp=qwen_mlp(config, factory, f"{name}.mlp", index, count=60, has_shared=True),
     )

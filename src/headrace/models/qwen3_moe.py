@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from headrace.layers.decoder import PRE_NORM_RULES, ROTARY_NAMES, Decoder, PreNormLayer
-from headrace.layers.experts import Experts, Routing, expert_act, expert_rules, is_sparse, num_experts
+from headrace.layers.causal import CausalLm
+from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, PreNormLayer
+from headrace.layers.experts import expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.mlp import Mlp
-from headrace.layers.rope import max_position, rope_settings
-from headrace.layers.weights import WeightMap
+from headrace.models._qwen_moe import qwen_mlp
 
 __all__ = ["Qwen3MoeModel"]
 
@@ -24,12 +23,11 @@ DEFAULTS = {
 RULES = {
     **PRE_NORM_RULES,
     **expert_rules("model.layers.*.mlp", "layers.*.mlp"),
-    "model.layers.*.self_attn.q_norm.weight": "layers.*.attention.q_norm.weight",
-    "model.layers.*.self_attn.k_norm.weight": "layers.*.attention.k_norm.weight",
+    **QK_NORM_RULES,
 }
 
 
-class Qwen3MoeModel(Decoder):
+class Qwen3MoeModel(CausalLm):
     """Pre-norm decoder; some layers may have a dense MLP, all may use a sliding window."""
 
     model_types = ("qwen3_moe",)
@@ -38,26 +36,16 @@ class Qwen3MoeModel(Decoder):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = config.with_defaults(DEFAULTS)
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
-        is_tied = config.flag("tie_word_embeddings", False)
-        embedding = factory.embedding("embed", vocab_size, hidden_size)
         super().__init__(
-            embedding=embedding,
-            layers=[_layer(config, factory, index) for index in range(config.integer("num_hidden_layers"))],
-            norm=factory.norm("norm", hidden_size, eps=config.number("rms_norm_eps", 1e-6)),
-            head=factory.head("head", vocab_size, hidden_size, tied_to=embedding if is_tied else None),
-            ropes={"all": factory.rotary(rope_settings(config), config.head_dim())},
-            max_position=max_position(config),
+            config,
+            factory,
+            layer=lambda name, index: _layer(config, factory, name, index),
+            rules=RULES,
         )
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-        self._weights = factory.weight_map(RULES, ignored=ROTARY_NAMES, tied=tied)
-
-    def weight_map(self) -> WeightMap:
-        return self._weights
 
 
-def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer:
-    name, hidden_size, eps = f"layers.{index}", config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> PreNormLayer:
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
     head_dim, has_bias = config.head_dim(), config.flag("attention_bias", False)
     slides = config.flag("use_sliding_window", False)
     return PreNormLayer(
@@ -76,24 +64,5 @@ def _layer(config: HfConfig, factory: LayerFactory, index: int) -> PreNormLayer:
             k_norm=factory.head_norm(f"{name}.attention.k_norm", head_dim, eps=eps),
         ),
         mlp_norm=factory.norm(f"{name}.mlp_norm", hidden_size, eps=eps),
-        mlp=_mlp(config, factory, f"{name}.mlp", index),
-    )
-
-
-def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
-    hidden_size, act = config.integer("hidden_size"), config.text("hidden_act", "silu")
-    if not is_sparse(config, index):
-        return factory.mlp(
-            name, hidden_size=hidden_size, intermediate_size=config.integer("intermediate_size"), act=act
-        )
-    return factory.experts(
-        name,
-        hidden_size=hidden_size,
-        intermediate_size=config.integer("moe_intermediate_size"),
-        routing=Routing(
-            num_experts=num_experts(config, 128),
-            top_k=config.integer("num_experts_per_tok"),
-            normalise=config.flag("norm_topk_prob", False),
-        ),
-        act=expert_act(act),
+        mlp=qwen_mlp(config, factory, f"{name}.mlp", index, count=128),
     )
