@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from headrace.attention._layout import BlockLayout
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.kernels.paged_attention import paged_attention
 from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise
@@ -15,22 +16,14 @@ from headrace.kernels.rope_write import Projected, rope_write
 __all__ = ["CpuAttention"]
 
 
-class CpuAttention:
+class CpuAttention(BlockLayout):
     """A query's result has the same bits in any batch, chunk and block table."""
 
     kind: ClassVar[str] = "heads"
 
-    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-        """Of (heads, dim): (heads, block_size, dim)."""
-        heads, dim = shape
-        return (heads, block_size, dim)
-
     def bind(self, regions: Mapping[str, Tensor]) -> LayerCache:
         """K and V, [blocks, heads, block_size, dim] each."""
         return LayerCache(**regions)
-
-    def plan(self, step: AttentionStep) -> None:
-        """The kernel reads the step as it is."""
 
     def run(
         self, packed: Projected, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec, form: Form = PLAIN

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention._latent import LatentCache, LatentProjected, LatentSpec
+from headrace.attention._layout import BlockLayout
 from headrace.attention.port import AttentionStep
 from headrace.kernels.index_choice import index_choice
 from headrace.kernels.latent_attention import latent_attention, latent_write
@@ -18,21 +19,14 @@ from headrace.kernels.rope import apply_rope_twin
 __all__ = ["LatentTorch"]
 
 
-class LatentTorch:
+class LatentTorch(BlockLayout):
     """Slow and obvious: a row at a time over a gathered context."""
 
     kind: ClassVar[str] = "latent"
 
-    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-        """Of (dim,): (block_size, dim)."""
-        return (block_size, *shape)
-
     def bind(self, regions: Mapping[str, Tensor]) -> LatentCache:
         """Latents, [blocks, block_size, dim]."""
         return LatentCache(**regions)
-
-    def plan(self, step: AttentionStep) -> None:
-        """Nothing to share between layers."""
 
     def run(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention._latent import LatentCache, LatentProjected, LatentSpec
+from headrace.attention._layout import BlockLayout
 from headrace.attention.port import AttentionStep
 from headrace.kernels._triton_decode import DecodePlan
 from headrace.kernels._triton_index import launch_index_choice
@@ -20,21 +21,14 @@ from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise
 __all__ = ["LatentTriton"]
 
 
-class LatentTriton:
+class LatentTriton(BlockLayout):
     """Absorbed throughout: prompts too attend over latents. An FP8 cache holds vectors as they are (scale 1)."""
 
     kind: ClassVar[str] = "latent"
 
-    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-        """Of (dim,): (block_size, dim)."""
-        return (block_size, *shape)
-
     def bind(self, regions: Mapping[str, Tensor]) -> LatentCache:
         """Latents, [blocks, block_size, dim]."""
         return LatentCache(**regions)
-
-    def plan(self, step: AttentionStep) -> None:
-        """What layers share is made by the first of them, which knows the heads."""
 
     def run(
         self,

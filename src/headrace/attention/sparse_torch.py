@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from headrace.attention._layout import BlockLayout
 from headrace.attention._sparse import SparseCache, SparseProjected, SparseSpec
 from headrace.attention.port import AttentionStep, LayerCache
 from headrace.kernels.block_choice import block_choice
@@ -18,21 +19,14 @@ from headrace.kernels.sparse_attention import sparse_attention
 __all__ = ["SparseTorch"]
 
 
-class SparseTorch:
+class SparseTorch(BlockLayout):
     """Slow and obvious: a row at a time over all of its context. It asks the device for lengths."""
 
     kind: ClassVar[str] = "sparse"
 
-    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-        """Of (heads, dim): (heads, block_size, dim); of (dim,): (block_size, dim)."""
-        return (*shape[:-1], block_size, shape[-1])
-
     def bind(self, regions: Mapping[str, Tensor]) -> SparseCache:
         """K and V, [blocks, heads, block_size, dim] each, and index keys, [blocks, block_size, dim]."""
         return SparseCache(LayerCache(regions["k"], regions["v"]), regions["index_keys"])
-
-    def plan(self, step: AttentionStep) -> None:
-        """Nothing to share between layers."""
 
     def run(
         self,

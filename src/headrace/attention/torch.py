@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from headrace.attention._layout import BlockLayout
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.kernels.paged_attention import paged_attention_twin
 from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise_twin
@@ -15,22 +16,14 @@ from headrace.kernels.rope_write import Projected, rope_write_twin
 __all__ = ["TorchAttention"]
 
 
-class TorchAttention:
+class TorchAttention(BlockLayout):
     """Slow and obvious: a row at a time over a gathered context."""
 
     kind: ClassVar[str] = "heads"
 
-    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-        """Of (heads, dim): (heads, block_size, dim)."""
-        heads, dim = shape
-        return (heads, block_size, dim)
-
     def bind(self, regions: Mapping[str, Tensor]) -> LayerCache:
         """K and V, [blocks, heads, block_size, dim] each."""
         return LayerCache(**regions)
-
-    def plan(self, step: AttentionStep) -> None:
-        """Nothing to share between layers."""
 
     def run(
         self, packed: Projected, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec, form: Form = PLAIN

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headrace.attention._layout import BlockLayout
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.kernels._triton_decode import DecodePlan, launch_decode, plan_decode
 from headrace.kernels._triton_prefill import launch_prefill
@@ -25,27 +26,14 @@ MAX_HEAD_DIM = 256
 """No tiles have been found yet that hold larger heads (the full layers of Gemma 4)."""
 
 
-class TritonAttention:
+class TritonAttention(BlockLayout):
     """A query's result depends on its row's history, and by rounding on how many rows share the step."""
 
     kind: ClassVar[str] = "heads"
 
-    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-        """Of (heads, dim): (heads, block_size, dim)."""
-        heads, dim = shape
-        if dim > MAX_HEAD_DIM:
-            raise ValueError(
-                f"the Triton attention kernels take heads of at most {MAX_HEAD_DIM} features, and this model's have"
-                f" {dim}: set attn_backend to VANILLA"
-            )
-        return (heads, block_size, dim)
-
     def bind(self, regions: Mapping[str, Tensor]) -> LayerCache:
         """K and V, [blocks, heads, block_size, dim] each."""
         return LayerCache(**regions)
-
-    def plan(self, step: AttentionStep) -> None:
-        """What layers share is made by the first of them, which knows the heads."""
 
     def run(
         self, packed: Projected, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec, form: Form = PLAIN

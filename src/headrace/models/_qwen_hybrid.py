@@ -45,11 +45,24 @@ VISION_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 """Of ropes: how positions of images are told apart; those of text are all the same."""
 
 
+DEFAULTS: Mapping[str, Any] = {
+    "max_position_embeddings": 32_768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""What transformers takes for keys that a config of any of them leaves out."""
+
+
 class QwenHybrid(CausalLm):
     """Pre-norm decoder. Subclasses say what a config leaves out and how checkpoints order the recurrent projections."""
 
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"full", "state"})
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
     is_grouped: ClassVar[bool] = False
     """Recurrent projections lie together by key head."""
 
@@ -95,10 +108,7 @@ class QwenHybrid(CausalLm):
         attention = gated_attention(
             factory,
             f"{name}.attention",
-            hidden_size=hidden_size,
-            num_heads=config.integer("num_attention_heads"),
-            num_kv_heads=config.num_kv_heads(),
-            head_dim=head_dim,
+            **config.heads(),
             rope="all",
             bias=config.flag("attention_bias", False),
             q_norm=factory.head_norm(f"{name}.attention.q_norm", head_dim, eps=eps, plus_one=True),

@@ -126,10 +126,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str, *, kind: str) -> 
         input_norm=norm("input_norm"),
         attention=factory.attention(
             f"{name}.attention",
-            hidden_size=hidden_size,
-            num_heads=config.integer("num_attention_heads"),
-            num_kv_heads=config.num_kv_heads(),
-            head_dim=head_dim,
+            **config.heads(),
             rope=kind,
             scale=config.positive("query_pre_attn_scalar") ** -0.5,
             window=config.integer("sliding_window") if kind == SLIDING else None,

@@ -97,10 +97,7 @@ def _attention(config: HfConfig, factory: LayerFactory, name: str, index: int) -
     is_chunked = _kind(config, index) == CHUNKED
     return factory.attention(
         name,
-        hidden_size=config.integer("hidden_size"),
-        num_heads=config.integer("num_attention_heads"),
-        num_kv_heads=config.num_kv_heads(),
-        head_dim=head_dim,
+        **config.heads(),
         rope="all" if turns else None,
         interleaved=True,
         steps=steps,

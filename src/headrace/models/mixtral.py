@@ -53,10 +53,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str) -> PreNormLayer:
         input_norm=factory.norm(f"{name}.input_norm", hidden_size, eps=eps),
         attention=factory.attention(
             f"{name}.attention",
-            hidden_size=hidden_size,
-            num_heads=config.integer("num_attention_heads"),
-            num_kv_heads=config.num_kv_heads(),
-            head_dim=config.head_dim(),
+            **config.heads(),
             rope="all",
             window=config.optional_integer("sliding_window"),
         ),

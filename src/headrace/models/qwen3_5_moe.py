@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from headrace.models._qwen_hybrid import QwenHybridMoe
+from headrace.models._qwen_hybrid import DEFAULTS, QwenHybridMoe
 
 __all__ = ["Qwen35MoeModel"]
 
@@ -15,15 +15,8 @@ class Qwen35MoeModel(QwenHybridMoe):
 
     model_types = ("qwen3_5_moe_text", "qwen3_5_moe")
     defaults: ClassVar[Mapping[str, Any]] = {
-        "max_position_embeddings": 32_768,
+        **DEFAULTS,
         "num_key_value_heads": 2,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
         "num_experts": 256,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 512,

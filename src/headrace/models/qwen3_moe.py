@@ -52,10 +52,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Pr
         input_norm=factory.norm(f"{name}.input_norm", hidden_size, eps=eps),
         attention=factory.attention(
             f"{name}.attention",
-            hidden_size=hidden_size,
-            num_heads=config.integer("num_attention_heads"),
-            num_kv_heads=config.num_kv_heads(),
-            head_dim=head_dim,
+            **config.heads(),
             rope="all",
             window=config.optional_integer("sliding_window") if slides else None,
             qkv_bias=has_bias,
