@@ -19,7 +19,7 @@ to it and its source is only read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,6 +58,13 @@ def ints(values: Any = ()) -> Ints:
 def int_rows(values: Sequence[tuple[int, ...]], width: int) -> Ints:
     """[n, width], also for no values."""
     return np.asarray(values, dtype=np.int32).reshape(len(values), width)  # pyright: ignore[reportUnknownMemberType]
+
+
+def token_bits(tokens: Collection[int], num_words: int) -> Ints:
+    """[num_words] with a bit for each of these tokens: that of token 32 * w + i is bit i of word w."""
+    bits = np.zeros(num_words * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.frombuffer(np.packbits(bits, bitorder="little").tobytes(), np.int32)
 
 
 def _empty() -> Ints:

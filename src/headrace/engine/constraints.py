@@ -6,7 +6,7 @@ matchers go on, and fills the masks for its sampling.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from headrace.engine.compiling import Compiling
 from headrace.engine.staging import Upload
 from headrace.sampling.grammar import GrammarCompiler, Masks, Matcher
 from headrace.sampling.rows import to_device
-from headrace.seam import Ints, SlotInit
+from headrace.seam import Ints, SlotInit, token_bits
 
 __all__ = ["NO_TOKEN", "Constraints", "is_allowed"]
 
@@ -40,8 +40,8 @@ class Constraint:
         self._tail: list[int] = []
         self._has_ended = False
         self._ends = frozenset(ends)
-        self._end_bits = _bits(ends, num_words)
-        self._stop_bits = _bits(stops, num_words)
+        self._end_bits = token_bits(ends, num_words)
+        self._stop_bits = token_bits(stops, num_words)
         self._late: list[tuple[Upload, int]] = []
 
     @property
@@ -178,10 +178,3 @@ def is_allowed(masks: Masks, tokens: Tensor) -> Tensor:
     word = (chosen // 32).clamp(max=masks.bits.shape[1] - 1)
     packed = masks.bits.gather(1, word[:, None]).squeeze(1)
     return ((packed >> (chosen % 32).int()) & 1).bool() & (chosen < masks.bits.shape[1] * 32)
-
-
-def _bits(tokens: Collection[int], num_words: int) -> Ints:
-    bits = np.zeros(num_words, np.uint32)
-    for token in tokens:
-        bits[token // 32] |= np.uint32(1) << np.uint32(token % 32)
-    return bits.view(np.int32)

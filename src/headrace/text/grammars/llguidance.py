@@ -6,9 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
-from headrace.seam import Ints
+from headrace.seam import Ints, token_bits
 from headrace.text.grammars.errors import GrammarError
 from headrace.text.grammars.lark import as_lark, choice_lark
 from headrace.text.grammars.schema import SchemaRules, check_schema, places, without_silent
@@ -73,7 +71,7 @@ class LlguidanceCompiler:
         import llguidance
 
         self._vocabulary = vocabulary
-        self._ends = np.array(vocabulary.end_ids, np.int64)
+        self._others = ~token_bits(vocabulary.end_ids, vocabulary.num_words)
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Source(vocabulary)), eos_token=list(vocabulary.end_ids)
         )
@@ -106,7 +104,7 @@ class LlguidanceCompiler:
             each = [(matcher.inner, row) for row, matcher in enumerate(matchers)]
             self._executor.unsafe_compute_mask_ptr(each, rows.ctypes.data, width, len(rows))
         # The library counts its end tokens among what may come.
-        rows[:, self._ends // 32] &= ~(np.int32(1) << (self._ends % 32).astype(np.int32))
+        rows &= self._others
         return {
             row: _first_line(matcher.inner.get_error())
             for row, matcher in enumerate(matchers)

@@ -6,9 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from headrace.seam import Ints
+from headrace.seam import Ints, token_bits
 from headrace.text.grammars import tags
 from headrace.text.grammars.errors import GrammarError
 from headrace.text.grammars.schema import check_schema
@@ -60,8 +58,8 @@ class XgrammarCompiler:
         import xgrammar
 
         self._vocabulary = vocabulary
-        self._ends = np.array(vocabulary.end_ids, np.int64)
-        self._known = _bits_of(range(len(vocabulary.tokens)), vocabulary.num_words)
+        others = set(range(len(vocabulary.tokens))) - set(vocabulary.end_ids)
+        self._others = token_bits(others, vocabulary.num_words)
         info = xgrammar.TokenizerInfo(
             _spelled(vocabulary), vocab_size=len(vocabulary.tokens), stop_token_ids=list(vocabulary.end_ids)
         )
@@ -115,8 +113,7 @@ class XgrammarCompiler:
                 rows[row] = 0
             else:
                 matcher.inner.fill_next_token_bitmask(rows, row)
-        rows &= self._known
-        rows[:, self._ends // 32] &= ~(np.int32(1) << (self._ends % 32).astype(np.int32))
+        rows &= self._others
         return {}
 
 
@@ -127,13 +124,6 @@ def _spelled(vocabulary: Vocabulary) -> list[bytes]:
         if not tokens[token]:
             tokens[token] = b"\xff" + spelling.encode()
     return tokens
-
-
-def _bits_of(tokens: Sequence[int], num_words: int) -> Ints:
-    bits = np.zeros(num_words * 32, np.uint8)
-    bits[list(tokens)] = 1
-    packed: Ints = np.frombuffer(np.packbits(bits, bitorder="little").tobytes(), np.int32)
-    return packed
 
 
 def check(grammar: Grammar, special: Mapping[str, int]) -> None:
