@@ -11,10 +11,10 @@ A row whose slot is `done` writes its KV to the dummy block (block 0 of every gr
 out) and accepts no token.
 
 Order. Plans run in the order of `submit`. Within a plan: slots are freed, slots begin, blocks are
-appended to tables, a connector saves and loads, copies run one after another, states are restored,
-rows are computed, states are saved. A copy is ordered before every reader and writer of its blocks in
-the same or a later plan. A transfer runs beside the steps: until it is reported, its destination belongs
-to it and its source is only read.
+appended to tables, a connector saves, copies run one after another, a connector begins to load,
+states are restored, rows are computed, states are saved. A copy is ordered before every reader and
+writer of its blocks in the same or a later plan. A transfer runs beside the steps: until it is
+reported, its destination belongs to it and its source is only read.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class SlotInit:
 
 @dataclass(frozen=True, slots=True)
 class ExternalWork:
-    """What a KV connector's worker side is told. It comes before the plan's copies; blocks that are loaded belong to
-    it until they are reported as a transfer is: finished, or finished and failed."""
+    """What a KV connector's worker side is told. It saves before the plan's copies and loads behind them; blocks that
+    are loaded belong to it until they are reported as a transfer is: finished, or finished and failed."""
 
     meta: Any = None
     """From its scheduler side; nobody else looks into it."""
