@@ -31,6 +31,15 @@ class TritonAttention(BlockLayout):
 
     kind: ClassVar[str] = "heads"
 
+    def block_shape(self, shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+        """As the other backends have it. ValueError for heads that no tile of the kernels holds."""
+        if shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(
+                f"the Triton attention kernels take heads of at most {MAX_HEAD_DIM} features, and this model's have"
+                f" {shape[-1]}: set attn_backend to VANILLA"
+            )
+        return super().block_shape(shape, block_size)
+
     def bind(self, regions: Mapping[str, Tensor]) -> LayerCache:
         """K and V, [blocks, heads, block_size, dim] each."""
         return LayerCache(**regions)
