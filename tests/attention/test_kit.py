@@ -9,17 +9,19 @@ from headrace.attention.port import AttentionBackend
 from tests.kits import attention as kit
 from tests.kits.interpreter import HAS_INTERPRETER
 
+INTERPRETED = ("triton", "fixed")
+
 
 @pytest.fixture(params=[name for name in plugins.names("attention") if "_" not in name])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    if request.param == "triton" and not HAS_INTERPRETER:
+    if request.param in INTERPRETED and not HAS_INTERPRETER:
         pytest.skip("on a CPU this backend needs Triton and its interpreter")
     return plugins.load("attention", request.param)()
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_equals_dense_attention(backend: AttentionBackend, seed: int, request: pytest.FixtureRequest) -> None:
-    if seed > 1 and request.node.callspec.params["backend"] == "triton":
+    if seed > 1 and request.node.callspec.params["backend"] in INTERPRETED:
         pytest.skip("the interpreter takes seconds a case: the others run on a GPU")
     kit.check_reference(backend, kit.random_case(seed))
 

@@ -8,23 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from headrace import plugins
 from headrace.attention.port import AttentionBackend, AttentionSpec, AttentionStep, LayerCache
 from headrace.attention.torch import TorchAttention
 from headrace.kernels.quantise import FP8, PLAIN, Form, Quantised, dequantise
 from headrace.kernels.rope_write import Projected
 from tests.kits import attention as kit
 from tests.kits.attention import Case, World
-from tests.kits.interpreter import DEVICES
+from tests.kits.interpreter import DEVICES, ordered_sums  # noqa: F401 (a fixture)
 
 
 class Moved(TorchAttention):
     """A backend on another device than the tensors of the kit, which the cache returns to after each step."""
 
-    def __init__(self, device: str) -> None:
-        from headrace.attention.triton import TritonAttention
-
+    def __init__(self, device: str, *, name: str = "triton") -> None:
         self.device = device
-        self.backend: AttentionBackend = TritonAttention()
+        self.backend: AttentionBackend = plugins.load("attention", name)()
 
     def run(
         self, packed: Projected, *, cache: LayerCache, step: AttentionStep, spec: AttentionSpec, form: Form = PLAIN
@@ -53,6 +52,8 @@ CASES = {
     "chunks": Case(window=9, is_chunked=True, lengths=(40, 18)),
     "half": Case(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, head_dim=72, group=5, num_kv_heads=1, lengths=(45, 3)),
     "FP8 cache": Case(dtype=torch.bfloat16, kv_dtype=FP8, head_dim=32, block_size=16, lengths=(40, 17)),
+    "heads of 512": Case(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, head_dim=512, group=4, lengths=(35, 9)),
+    "heads of 512 in float32": Case(head_dim=512, num_kv_heads=1, lengths=(18, 17)),
     "wide heads": Case(dtype=torch.bfloat16, kv_dtype=FP8, head_dim=256, num_kv_heads=1, lengths=(20, 17)),
 }
 
@@ -60,6 +61,25 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_dense_attention(backend: Moved, name: str) -> None:
     kit.check_reference(backend, CASES[name])
+
+
+@pytest.mark.usefixtures("ordered_sums")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 9])
+def test_fixed_tiles_give_the_same_bits(device: str, window: int | None) -> None:
+    """In any chunk and beside any other rows, prompts' tokens and generated ones alike."""
+    case = Case(lengths=(70, 5), block_size=32, num_kv_heads=1, window=window)
+    world, backend = World(case), Moved(device, name="fixed")
+    expected = world.attend(backend, kit.whole(case))
+    for schedule in ([[(0, 66), (1, 4)], [(0, 1), (1, 1)]], [[(1, 5)], [(0, 33)], [(0, 36)]]):
+        for out, wanted in zip(world.attend(backend, schedule), expected):
+            assert torch.equal(out, wanted[: len(out)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_fixed_tiles_give_the_same_bits_in_every_case(name: str) -> None:
+    kit.check_same_bits(Moved("cuda", name="fixed"), CASES[name])
 
 
 @pytest.mark.gpu

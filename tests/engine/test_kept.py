@@ -21,7 +21,11 @@ from tests.kits.model import load_model, save_tiny
 FILE = "model.safetensors"
 DEEPSEEK = {"model.layers.3.eh_proj.weight": (32, 64), "model.layers.3.self_attn.o_proj.weight": (32, 48)}
 QWEN = {"mtp.fc.weight": (32, 64), "mtp.layers.0.input_layernorm.weight": (32,)}
-CASES = [("deepseek_v3", DEEPSEEK), ("glm4_moe", DEEPSEEK), ("glm_moe_dsa", DEEPSEEK), ("qwen3_5_text", QWEN)]
+NEMOTRON = {"mtp.layers.0.eh_proj.weight": (32, 64), "mtp.layers.1.norm.weight": (32,)}
+CASES = [
+    ("deepseek_v3", DEEPSEEK), ("glm4_moe", DEEPSEEK), ("glm_moe_dsa", DEEPSEEK), ("qwen3_5_text", QWEN),
+    ("nemotron_h", NEMOTRON),
+]  # fmt: skip
 
 
 def write(folder: Path, model_type: str, more: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -45,7 +49,7 @@ def test_they_are_mapped_as_they_are_stored(
     for name, value in draft.items():
         assert kept[name].dtype == torch.bfloat16 and torch.equal(kept[name], value)
     assert "2 tensors of multi-token prediction" in caplog.text and "kept for speculation" in caplog.text
-    assert ("mtp" if "mtp.fc.weight" in more else "model.layers.3") in caplog.text
+    assert ("(model.layers.3)" if more is DEEPSEEK else "(mtp") in caplog.text
 
 
 def test_without_speculation_they_stay_where_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,6 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
+    "gemma4_text, small": dict(tiny_model("gemma4_text small").changes),
+    "gemma4_text, experts": dict(tiny_model("gemma4_text experts").changes),
     "phi3": {"head_dim": None},
     "olmo2": {},
     "olmo3": {},
@@ -63,9 +65,10 @@ MODELS |= {
 }
 HYBRIDS = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "mamba2", "nemotron_h", "granitemoehybrid",
+    "glm5_next_text",
 )  # fmt: skip
 MODELS |= {name: dict(tiny_model(name).changes) for name in HYBRIDS}
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text")
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "deepseek_v4")
 MODELS |= {name: dict(tiny_model(name).changes) for name in LATENT}
 MODELS["deepseek_v3, plain queries, biases"] = MODELS["deepseek_v3"] | {"q_lora_rank": None, "attention_bias": True}
 MODELS["granitemoehybrid, dense"] = MODELS["granitemoehybrid"] | {"num_local_experts": 0, "mamba_n_groups": 2}
@@ -179,8 +182,17 @@ def open_planned(model_type: str, cache: dict[str, Any], folder: Path, **changes
     return engine, stage
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("cache", CACHES)
+PARTS: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek_v4", {"max_gpu_total_bytes": 2_000_000}),
+    ("deepseek_v4", {"max_tokens": 512, "dtype": "bfloat16"}),
+    ("glm5_next_text", {"max_tokens": 256, "host_cache_size": 100_000}),
+]
+"""Of layers in several groups."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "cache"), [(name, cache) for name in ("llama", "gemma3_text") for cache in CACHES] + PARTS
+)
 def test_pools_that_are_then_allocated(model_type: str, cache: dict[str, Any], tmp_path: Path) -> None:
     engine, _ = open_planned(model_type, cache, tmp_path)
     try:

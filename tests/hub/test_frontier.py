@@ -1,8 +1,8 @@
 """Models that the documents name by their totals: configs that give them.
 
 The totals, the layers and how they mix, hidden sizes, experts and how many a token is sent to are the documents'
-(GLM-5.3, Kimi-K3, Qwen3.5, Qwen3.8, MiniMax-M3). What they leave out is that of the family's config class in
-transformers, or, marked `chosen`, a round number with which the total comes out: those are no published configs.
+(GLM-5.3, Kimi-K3, Qwen3.5, Qwen3.8, MiniMax-M3, gpt-oss-120b). What they leave out is that of the family's config class
+in transformers, or, marked `chosen`, a round number with which the total comes out: those are no published configs.
 """
 
 from __future__ import annotations
@@ -54,12 +54,16 @@ KIMI_K3 = {
     # chosen
     "hidden_size": 7168, "intermediate_size": 18_432, "moe_intermediate_size": 1536, "linear_num_heads": 96,
 }  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+    "num_attention_heads": 64, "num_local_experts": 128, "num_experts_per_tok": 4, "vocab_size": 201_088,
+}  # fmt: skip
 BF16 = CacheTypes("bfloat16", "bfloat16", "bfloat16")
 
 
 def active(shape: ModelShape, experts: int, chosen: int) -> float:
     """Parameters that one token meets."""
-    routed = sum(weight.count for layer in shape.layers for weight in layer.weights if weight.form == "expert")
+    routed = sum(weight.count for layer in shape.layers for weight in layer.weights if weight.split == "experts")
     return shape.num_parameters - routed + routed * chosen / experts
 
 
@@ -71,8 +75,9 @@ def active(shape: ModelShape, experts: int, chosen: int) -> float:
         (QWEN_3_5, 397e9, 17e9),
         (MINIMAX_M3, 427e9, 26e9),
         (KIMI_K3, 2.8e12, None),  # said with two digits
+        (GPT_OSS, 117e9, None),  # 5.1B without the embedding
     ],
-    ids=["GLM-5.3", "Qwen3.8-2.4T-A95B", "Qwen3.5-397B-A17B", "MiniMax-M3", "Kimi-K3"],
+    ids=["GLM-5.3", "Qwen3.8-2.4T-A95B", "Qwen3.5-397B-A17B", "MiniMax-M3", "Kimi-K3", "gpt-oss-120b"],
 )
 def test_totals(config: dict[str, Any], total: float, used: float | None) -> None:
     shape = read_shape(config)
@@ -86,6 +91,11 @@ def test_active_parameters_of_glm() -> None:
     shape = read_shape(GLM_5)
     ends = 2 * shape.vocab_size * shape.hidden_size
     assert active(shape, 256, 8) - ends == pytest.approx(39e9, rel=0.03)
+
+
+def test_active_parameters_of_gpt_oss() -> None:
+    shape = read_shape(GPT_OSS)
+    assert active(shape, 128, 4) - shape.vocab_size * shape.hidden_size == pytest.approx(5.1e9, rel=0.01)
 
 
 def test_experts_of_kimi_k3_over_eight_ranks() -> None:
@@ -112,6 +122,9 @@ def test_bytes_of_a_token() -> None:
     assert len(states.layers) == 70 and len(latents.layers) == 23
     assert latents.bytes_per_token == 23 * (512 + 64) * 2
     assert states.state_bytes == 70 * 12 * (128 * 128 + 3 * 128 * 3) * 2
+    window, full = groups(GPT_OSS)
+    assert (len(window.layers), window.window, len(full.layers)) == (18, 128, 18)
+    assert window.bytes_per_token == full.bytes_per_token == 18 * 2 * 8 * 64 * 2
     states, heads = groups(QWEN_3_8)
     assert (len(states.layers), len(heads.layers)) == (69, 23)
     assert heads.bytes_per_token == 23 * 2 * 4 * 256 * 2

@@ -13,6 +13,7 @@ from headrace.hub.keys import Keys
 from headrace.hub.mixers import Traits
 from headrace.hub.read_shape import TRAITS, layer_kinds, read_shape
 from headrace.hub.shape import AttentionShape, LatentShape, RecurrentShape
+from tests.kits.causal import register
 
 COMMON = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -48,6 +49,18 @@ GRANITE = {
     "mamba_d_state": 12, "mamba_d_head": 16, "mamba_proj_bias": True, "num_local_experts": 4,
     "shared_intermediate_size": 28, "head_dim": None,
 }  # fmt: skip
+COMPRESSED = {
+    "num_key_value_heads": 1, "head_dim": 24, "q_lora_rank": 16, "moe_intermediate_size": 20, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 10, "hc_mult": 3, "mlp_layer_types": ["moe"] * 4,
+    "layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2][:4],
+    "sliding_window": 16, "index_n_heads": 2, "index_head_dim": 8,
+}  # fmt: skip
+GLM5_NEXT = {
+    **LATENT, **INDEXER, "qk_rope_head_dim": 0, "head_dim": 0, "index_kpool": 4, "hc_mult": 3, "linear_head_dim": 8,
+    "linear_num_heads": 3, "layer_types": ["linear_attention", *["indexed_attention"] * 3],
+    "indexer_types": ["full", "full", "shared", "full"], "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "first_k_dense_replace": None,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -78,6 +91,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_window": 16, "hidden_size_per_layer_input": 0, "global_head_dim": 32, "attention_k_eq_v": True,
         "num_global_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"] * 2,
     }),
+    "gemma4_text, small": ("gemma4_text", {
+        "sliding_window": 16, "hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 90,
+        "global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
+    "gemma4_text, experts": ("gemma4_text", {
+        "sliding_window": 16, "hidden_size_per_layer_input": 0, "global_head_dim": 32, "enable_moe_block": True,
+        "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 20,
+    }),
     "deepseek_v2": ("deepseek_v2", LATENT),
     "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v3, plain query": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
@@ -104,6 +126,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "nemotron_h": ("nemotron_h", MAMBA),
     "nemotron_h, latent experts": ("nemotron_h", {**MAMBA, "moe_latent_size": 16}),
+    "deepseek_v4": ("deepseek_v4", COMPRESSED),
+    "glm5_next_text": ("glm5_next_text", GLM5_NEXT),
     "mamba2": ("mamba2", {
         "num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "use_bias": True, "use_conv_bias": False,
     }),
@@ -130,6 +154,7 @@ def test_parameters_equal_those_of_transformers(name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(name)
+    register()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     corrections = sum(
@@ -153,6 +178,7 @@ def test_every_type_with_rules_of_its_own_is_tried() -> None:
         "gemma4",
         "llama4",
         "mistral3",
+        "glm5_next",
         "kimi_k2",
     }  # nested text configs, and DeepSeek's structure by name
 

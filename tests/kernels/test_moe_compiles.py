@@ -33,7 +33,7 @@ def build(kernel, types, constants, **options):
 
 ids = dict(ids="*i32", pairs="*i32", experts="*i32", counts="*i32", places="*i32")
 build(route._sort_kernel, ids, dict(EXPERTS=128, ROWS=16, BLOCK=1024), num_warps=8)
-for scoring, groups in (("softmax", 1), ("sigmoid", 8), ("softmax_top", 1)):
+for scoring, groups in (("softmax", 1), ("sigmoid", 8), ("sqrt_softplus", 1), ("softmax_top", 1)):
     build(route._route_kernel, dict(logits="*bf16", correction="*fp32", ids="*i32", weights="*fp32", scaling="fp32"),
           dict(EXPERTS=256, TOP_K=8, CHOICES=8, SCORING=scoring, NORMALISE=True, GROUPS=groups, TOP_GROUPS=1,
                IS_MAX=False, HAS_CORRECTION=groups > 1), num_warps=1)

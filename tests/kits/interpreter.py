@@ -39,6 +39,23 @@ def _convert(value: Any, source: Any, target: Any, rounding: Any) -> Any:
     return out.numpy().view(f"uint{target.primitive_bitwidth}").reshape(value.shape)
 
 
+@pytest.fixture
+def ordered_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in the interpreter that sum in one order, as tensor cores do; a BLAS's order depends on the place."""
+    if not HAS_INTERPRETER:
+        return
+    from triton.runtime import interpreter
+
+    def matmul(a: Any, b: Any, dtype: Any = None) -> Any:
+        return np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype), optimize=False)
+
+    class Ordered:
+        def __getattr__(self, name: str) -> Any:
+            return matmul if name == "matmul" else getattr(np, name)
+
+    monkeypatch.setattr(interpreter, "np", Ordered())
+
+
 def _repair() -> None:
     from triton.runtime import interpreter
 

@@ -44,13 +44,23 @@ TOLERANCE = 1e-4
 
 
 def save_tiny(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -> Any:
-    """Write a random float32 checkpoint; returns transformers' model of it."""
+    """Write a random float32 checkpoint; returns transformers' model of it.
+
+    Args:
+        model_type: or another row of `tests.kits.tiny`.
+    """
     import transformers  # here, since it takes seconds and the ranks of a group don't need it
 
-    known = tiny_model(model_type).oracle or model_type
+    row = tiny_model(model_type)
+    model_type = row.of or model_type
+    known = row.oracle or model_type
+    if known == "glm5_next_text":
+        from tests.kits.causal import register
+
+        register()
     declared = transformers.AutoConfig.for_model(known).to_dict()
     tiny = {key: value for key, value in TINY.items() if key in declared}
-    wanted = copy.deepcopy({**tiny, **tiny_model(model_type).changes, **changes})  # some write to lists that they get
+    wanted = copy.deepcopy({**tiny, **row.changes, **changes})  # some write to lists that they get
     config = transformers.AutoConfig.for_model(known, **wanted)
     torch.manual_seed(seed)
     oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
@@ -59,8 +69,12 @@ def save_tiny(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -
             # Larger than usual, norms and biases too: what is loaded to a wrong place must show in the logits.
             value.copy_(torch.randn_like(value) * 0.15 + (value if "norm" in name else 0.0))
         for name, value in oracle.named_buffers():
-            if name in oracle.state_dict():  # what experts' scores are corrected with
+            if name not in oracle.state_dict():
+                continue
+            if value.is_floating_point():  # what experts' scores are corrected with
                 value.copy_(torch.randn_like(value) * 0.15)
+            else:  # experts by token id
+                value.copy_(torch.randint_like(value, config.n_routed_experts))
     oracle.save_pretrained(folder)
     if known != model_type:
         oracle.config.model_type = model_type

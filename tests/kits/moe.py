@@ -181,6 +181,7 @@ ROUTINGS = {
     "softmax": Routing(10, 3),
     "softmax, normalised and scaled": Routing(10, 3, normalise=True, scaling=2.5),
     "sigmoid": Routing(10, 3, scoring="sigmoid", normalise=True),
+    "root of softplus": Routing(10, 3, scoring="sqrt_softplus", normalise=True, scaling=1.5),
     "chosen by logits": Routing(10, 4, scoring="softmax_top"),
     "one by its logit": Routing(10, 1, scoring="sigmoid_top"),
     "groups by their two best": Routing(12, 3, scoring="sigmoid", num_groups=4, top_groups=2, normalise=True),
@@ -203,7 +204,11 @@ def check_route(backend: MoeBackend, routing: Routing, *, has_correction: bool, 
 
 def reference_route(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[list[int], Tensor]:
     """One token, with sorted lists."""
-    scores = {"softmax": torch.softmax(logits, 0), "sigmoid": torch.sigmoid(logits)}.get(routing.scoring, logits)
+    scores = {
+        "softmax": torch.softmax(logits, 0),
+        "sigmoid": torch.sigmoid(logits),
+        "sqrt_softplus": torch.log1p(torch.exp(logits)) ** 0.5,
+    }.get(routing.scoring, logits)
     choice = (scores if correction is None else scores + correction.double()).tolist()
     size = routing.num_experts // routing.num_groups
     groups = [list(range(group * size, (group + 1) * size)) for group in range(routing.num_groups)]

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.kits.tiny_latent import DEEPSEEK_V4, GLM5_NEXT, INDEXER, LATENT
+from tests.kits.tiny_latent import YARN as YARN
+
 WINDOW = 8
 VOCAB_SIZE = 101
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -27,31 +30,6 @@ TINY: dict[str, Any] = {
     "eos_token_id": None,
 }
 """Keys that configs of decoder models share; a model is given those that its config class declares."""
-
-
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "head_dim": 6,
-    "v_head_dim": 12,
-    "moe_intermediate_size": 16,
-    "n_shared_experts": 2,
-}
-INDEXER: dict[str, Any] = {
-    "index_topk": 6,
-    "index_n_heads": 8,
-    "index_head_dim": 10,
-    "layer_types": None,
-}
-YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 
 
 DELTA: dict[str, Any] = {
@@ -82,6 +60,8 @@ class TinyModel:
     """Key -> another value. transformers' logits on the longest prompt must differ with it: the branch was taken."""
     oracle: str = ""
     """The model type by which transformers computes the same, where it doesn't know this one."""
+    of: str = ""
+    """The model type, where the row is another form of it and its name no model type."""
 
 
 QWEN_EXPERTS: dict[str, Any] = {
@@ -193,6 +173,8 @@ ROWS: dict[str, TinyModel] = {
         },
         branches={"index_topk": 100, "indexer_types": ["full", "shared", "shared"]},
     ),
+    "deepseek_v4": TinyModel(**DEEPSEEK_V4),
+    "glm5_next_text": TinyModel(**GLM5_NEXT),
     "qwen3_next": TinyModel(DELTA | SHARED_EXPERT, branches={"num_experts_per_tok": 3}),
     "qwen3_5_text": TinyModel(DELTA),
     "qwen3_5_moe_text": TinyModel(DELTA | SHARED_EXPERT, branches={"num_experts_per_tok": 3}),
@@ -340,6 +322,32 @@ ROWS: dict[str, TinyModel] = {
         },
         branches={"sliding_window": 1000, "final_logit_softcapping": None},
     ),
+    "gemma4_text small": TinyModel(
+        of="gemma4_text",
+        changes={
+            "num_hidden_layers": 4,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "global_head_dim": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 12,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+        branches={"sliding_window": 1000},
+    ),
+    "gemma4_text experts": TinyModel(
+        of="gemma4_text",
+        changes={
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 20,
+        },
+        branches={"sliding_window": 1000, "top_k_experts": 3},
+    ),
     "phi3": TinyModel({"head_dim": 8}, branches={"sliding_window": None}),
     "olmo3": TinyModel(
         {
@@ -380,7 +388,7 @@ ROWS: dict[str, TinyModel] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}}
     ),
 }
-"""By model type; one that isn't here has TINY alone."""
+"""By model type, or a name for another form of one; a type that isn't here has TINY alone."""
 
 
 def tiny_model(model_type: str) -> TinyModel:

@@ -103,7 +103,7 @@ def test_attention_adds_up(size: int) -> None:
 
     x, num_tokens = torch.randn(5, 10), 5
     angles = torch.randn(num_tokens, 2)
-    step = ForwardStep(torch.arange(num_tokens), {"all": Rope(angles.cos(), angles.sin())})
+    step = ForwardStep(torch.arange(num_tokens), {"all": Rope(angles.cos(), angles.sin())}, torch.arange(num_tokens))
 
     def run(attention: Any) -> Tensor:
         packed = attention.project(Act(x), step)

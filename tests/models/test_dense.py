@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.attention.torch import TorchAttention
 from headrace.attention.triton import TritonAttention
+from headrace.engine.groups import group_layers
 from headrace.hub.source import resolve_model
 from tests.kits.model import Row, Sequences, assert_close, check_prefill, load_case, load_model, make_case, prompt
 from tests.kits.model import save_tiny as save
@@ -31,7 +32,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {model_type: tmp_path_factory.mktemp(model_type) for model_type in DENSE}
+    made = {name: tmp_path_factory.mktemp("checkpoint") for name in (*DENSE, "gemma4_text small")}
     for model_type, folder in made.items():
         save(folder, model_type)
     return made
@@ -97,12 +98,9 @@ def test_a_missing_fused_tensor_has_the_name_of_the_file(folders: dict[str, Path
         load_model(resolve_model(str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("hidden_size_per_layer_input", 16), ("num_kv_shared_layers", 1), ("enable_moe_block", True)]
-)
-def test_gemma4_parts_that_are_missing(folders: dict[str, Path], tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"Gemma 4 with {key}"):
-        load_model(resolve_model(str(changed(folders["gemma4_text"], tmp_path, **{key: value}))))
+def test_gemma4_layers_that_share_need_one_that_keeps(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_kv_shared_layers 2 of 3 layers leaves no full_attention"):
+        load_model(resolve_model(str(changed(folders["gemma4_text"], tmp_path, num_kv_shared_layers=2))))
 
 
 def test_lists_of_another_length(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -115,7 +113,18 @@ def test_lists_of_another_length(folders: dict[str, Path], tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", ["cohere2", "glm4", "gemma2", "gemma4_text", "hunyuan_v1_dense", "ministral3", "nemotron", "olmo2"]
+    "model_type",
+    [
+        "cohere2",
+        "glm4",
+        "gemma2",
+        "gemma4_text",
+        "gemma4_text small",
+        "hunyuan_v1_dense",
+        "ministral3",
+        "nemotron",
+        "olmo2",
+    ],
 )
 def test_the_gpu_backend_under_the_interpreter(folders: dict[str, Path], model_type: str) -> None:
     """No rope, neighbouring pairs of half a head, caps, norms after rope, a temperature: as the oracle has it."""
@@ -130,9 +139,9 @@ def test_the_gpu_backend_under_the_interpreter(folders: dict[str, Path], model_t
 
 
 def test_the_gpu_backend_refuses_heads_that_it_has_no_tiles_for() -> None:
-    assert TritonAttention().block_shape((2, 256), 32) == (2, 32, 256)
-    with pytest.raises(ValueError, match="at most 256 features, and this model's have 512: set attn_backend"):
-        TritonAttention().block_shape((2, 512), 32)
+    assert TritonAttention().block_shape((2, 512), 32) == (2, 32, 512)
+    with pytest.raises(ValueError, match="at most 512 features, and this model's have 576: set attn_backend"):
+        TritonAttention().block_shape((2, 576), 32)
 
 
 # ---- what configs may say --------------------------------------------------------------------
@@ -234,3 +243,17 @@ def test_text_of_gemma4(tmp_path: Path) -> None:
     oracle = save(tmp_path, "gemma4_text")
     wrapped(tmp_path, "gemma4", prefix="model.language_model.", head_prefix="", beside="model.audio_tower")
     check_prefill(load_case(resolve_model(str(tmp_path)), oracle))
+
+
+def test_gemma4_keys_of_layers_that_share_are_passed_by(tmp_path: Path) -> None:
+    """Published checkpoints of the small models have them; the cache keeps those of two layers."""
+    oracle = save(tmp_path, "gemma4_text small")
+    tensors = load_file(tmp_path / FILE)
+    for part in ("k_proj", "v_proj", "k_norm"):
+        name = f"model.layers.0.self_attn.{part}.weight"
+        tensors[f"model.layers.3.self_attn.{part}.weight"] = tensors[name].clone()
+    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
+    case = load_case(resolve_model(str(tmp_path)), oracle)
+    check_prefill(case)
+    groups = group_layers(case.model.layers, torch.float32)
+    assert [(group.layers, group.window) for group in groups] == [((0,), None), ((1,), WINDOW)]

@@ -34,12 +34,17 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "glm_moe_dsa": {},
     "minimax_m3_vl_text": {},
+    "deepseek_v4": {},
+    "gemma4_text small": {},
+    "gemma4_text experts": {},
 }
+TOLERANCES = {"gemma4_text small": 6e-5, "gemma4_text experts": 6e-5}
+"""Their layers' inputs are normed to larger scores (the scale is 1), which spreads what the sum over ranks rounds."""
 KV_HEADS = {2: {"llama": [2, 1], "qwen2": [2, 1]}}
 """Of a model that isn't here each rank has one."""
 
 
-HYBRIDS = ("qwen3_next", "kimi_linear", "nemotron_h", "granitemoehybrid")
+HYBRIDS = ("qwen3_next", "kimi_linear", "nemotron_h", "granitemoehybrid", "glm5_next_text")
 """Their recurrent heads come in two groups; Granite's in one, which ranks share."""
 
 
@@ -86,7 +91,8 @@ def test_ranks_equal_one_rank(folders: list[Path], size: int, tmp_path: Path) ->
         alone = run(folders[index], ParallelContext())
         results = [rank[index] for rank in ranks]
         for result in results:
-            torch.testing.assert_close(result["logits"], alone["logits"], rtol=0, atol=1e-5)
+            worst = float((result["logits"] - alone["logits"]).abs().max())
+            assert worst < TOLERANCES.get(model_type, 1e-5), (model_type, worst)
             assert result["tokens"] == alone["tokens"], model_type
             assert torch.equal(result["logits"], results[0]["logits"]), "ranks sample from the same logits"
             assert result["weight_bytes"] < alone["weight_bytes"]

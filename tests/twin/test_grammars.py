@@ -246,7 +246,7 @@ def test_ends_minimum_and_stops(opened: Any, tokenizer: Tokenizer) -> None:
 def test_the_grammar_waits_for_the_end_of_the_reasoning(opened: Any, tokenizer: Tokenizer) -> None:
     """A bias makes the marker come; the text before it is free, but it can't end."""
     mark = tuple(tokenizer.encode("ab", add_special_tokens=False))
-    given = grammar("regex", "[0-9]{4}", starts_after=mark)
+    given = grammar("regex", "[0-9]{4}", starts_after=tuple((token,) for token in mark))
     hot = Sampling(temperature=1.0, seed=3, logit_bias={**dict.fromkeys(mark, 9.0), 1: 9.0})
     got = run(opened(), [asked(0, given, sampling=hot, max_tokens=400), asked(1, given, max_tokens=6)])
     text, finish = text_of(tokenizer, got[0])
@@ -274,7 +274,12 @@ def test_faults_are_one_requests_own(opened: Any, tokenizer: Tokenizer) -> None:
     for key, param in ((1, "guided_regex"), (2, "response_format"), (4, "guided_decoding")):
         (only,) = got[key]
         assert only.finish == "error" and only.param == param and only.error and not only.tokens
-    assert got[3][-1].finish == "error" and "no token is left" in got[3][-1].error and not _tokens(got[3])
+    assert (
+        got[3][-1].finish == "error"
+        and "no token is left" in got[3][-1].error
+        and got[3][-1].param
+        and not _tokens(got[3])
+    )
 
 
 def test_special_tokens_of_a_tag(opened: Any, tokenizer: Tokenizer) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from headrace.attention._compressed import PoolProjected
 from headrace.seam import Region
 
 
@@ -85,6 +86,7 @@ class LatentProjected:
     k_up: Tensor  # [heads, nope_dim, rank]
     v_up: Tensor  # [heads, v_dim, rank]
     interleaved: bool
-    index: IndexProjected | None = None
+    index: IndexProjected | PoolProjected | None = None
+    """Pools are chosen by the kind around this one."""
     choice: Choice | None = None
     """None: queries see everything."""

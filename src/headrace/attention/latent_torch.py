@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headrace.attention._latent import LatentCache, LatentProjected, LatentSpec
+from headrace.attention._latent import IndexProjected, LatentCache, LatentProjected, LatentSpec
 from headrace.attention._layout import BlockLayout
 from headrace.attention.port import AttentionStep
 from headrace.kernels.index_choice import index_choice
@@ -52,7 +52,7 @@ def chosen(packed: LatentProjected, cache: LatentCache, step: AttentionStep, spe
     if packed.choice is None:
         return None
     if packed.index is not None:
-        assert spec.index is not None and cache.index_keys is not None
+        assert spec.index is not None and cache.index_keys is not None and isinstance(packed.index, IndexProjected)
         latent_write(packed.index.k, cache.index_keys, step.write_slots)
         packed.choice.positions = index_choice(
             packed.index.q, packed.index.weights, cache.index_keys, step,

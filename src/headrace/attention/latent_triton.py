@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headrace.attention._latent import LatentCache, LatentProjected, LatentSpec
+from headrace.attention._latent import IndexProjected, LatentCache, LatentProjected, LatentSpec
 from headrace.attention._layout import BlockLayout
+from headrace.attention.latent_cpu import LatentCpu
 from headrace.attention.port import AttentionStep
 from headrace.kernels._triton_decode import DecodePlan
 from headrace.kernels._triton_index import launch_index_choice
@@ -40,6 +41,8 @@ class LatentTriton(BlockLayout):
         form: Form = PLAIN,
     ) -> Quantised:
         """Write the latents, attend causally. -> [tokens, heads * v_dim]"""
+        if not spec.rope_dim:  # the kernels read a turned part of every key
+            return LatentCpu().run(packed, cache=cache, step=step, spec=spec, form=form)
         q = self._absorbed(packed, cache, step, spec)
         chosen = self._chosen(packed, cache, step, spec)
         tokens, num_rows = q.shape[0], step.kv_lens.shape[0]
@@ -63,6 +66,7 @@ class LatentTriton(BlockLayout):
     def _absorbed(packed: LatentProjected, cache: LatentCache, step: AttentionStep, spec: LatentSpec) -> Tensor:
         """Turn, write, and absorb the keys' function into the queries. -> [tokens, heads, rank + rope_dim]"""
         q, index = packed.q, packed.index
+        assert index is None or isinstance(index, IndexProjected)
         absorbed = q.new_empty(q.shape[0], spec.num_heads, spec.rank + spec.rope_dim)
         launch_latent_write(
             q, packed.latent, packed.k_rope, packed.cos, packed.sin, cache.latent, step.write_slots,
@@ -79,7 +83,7 @@ class LatentTriton(BlockLayout):
         if packed.choice is None:
             return None
         if packed.index is not None:
-            assert spec.index is not None and cache.index_keys is not None
+            assert spec.index is not None and cache.index_keys is not None and isinstance(packed.index, IndexProjected)
             packed.choice.positions = launch_index_choice(
                 packed.index.q, packed.index.weights, cache.index_keys, step,
                 top=spec.index.top, scale=spec.index.dim**-0.5, max_query=step.max_query, max_kv=step.max_kv,

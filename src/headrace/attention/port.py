@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -44,6 +44,29 @@ class CacheSpec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class CachePart:
+    """What a layer keeps of tokens over one reach."""
+
+    regions: tuple[Region, ...]
+    """Of each entry; names differ between a layer's parts."""
+    window: int | None = None
+    """Last tokens whose entries are read, the query's own included; None is everything."""
+    every: int = 1
+    """Tokens that share an entry. It is written when the last of them comes, and kept in that token's block at entry
+    (offset in the block) // every: so it depends on nothing behind that block, as all that is kept does."""
+
+
+@runtime_checkable
+class PartedSpec(Protocol):
+    """A `CacheSpec` whose parts reach back differently far, each in a layer group of its own. Its backend's `bind` is
+    given the regions of all parts, its `run` a tuple of steps, one a part."""
+
+    def parts(self, dtype: str) -> tuple[CachePart, ...]:
+        """dtype: of the KV cache, as torch names it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What one layer's attention over heads is, fixed at load."""
 
@@ -66,6 +89,8 @@ class AttentionSpec:
     k_scale: float = 1.0
     """An FP8 cache holds keys divided by this; caches of other types ignore it."""
     v_scale: float = 1.0
+    source: int | None = None
+    """The earlier layer whose keys and values this one attends to: it keeps none, and writes that layer's again."""
 
     def regions(self, dtype: str) -> tuple[Region, ...]:
         shape = (self.num_kv_heads, self.head_dim)

@@ -22,8 +22,8 @@ from headrace.kernels.rope_write import Projected
 
 __all__ = ["TritonAttention"]
 
-MAX_HEAD_DIM = 256
-"""No tiles have been found yet that hold larger heads (the full layers of Gemma 4)."""
+MAX_HEAD_DIM = 512
+"""A tile holds whole heads, so that registers and shared memory bound them."""
 
 
 class TritonAttention(BlockLayout):

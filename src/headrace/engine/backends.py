@@ -8,6 +8,7 @@ import torch
 
 from headrace import plugins
 from headrace.attention.port import AttentionBackend
+from headrace.layers.port import Layer, RecurrentLayer
 
 ORACLE = "torch"
 
@@ -38,8 +39,30 @@ class Backends:
         return ", ".join(type(self.of(kind)).__name__ for kind in sorted(set(kinds)))
 
 
-def implementation_of(wanted: str, device: torch.device) -> str:
-    """For a configured `attn_backend`: TensorRT-LLM's names mean the fastest one here, VANILLA the oracle."""
+def implementation_of(wanted: str, device: torch.device, *, is_fixed: bool = False) -> str:
+    """For a configured `attn_backend`: TensorRT-LLM's names mean the fastest one here, VANILLA the oracle.
+
+    Args:
+        is_fixed: `deterministic`; the one of CPUs is so in any case.
+    """
+    if is_fixed:
+        return "cpu" if device.type == "cpu" else "fixed"
     if wanted == "VANILLA":
         return ORACLE
     return "cpu" if device.type == "cpu" else "triton"
+
+
+def check_fixed(layers: Sequence[Layer]) -> None:
+    """For `deterministic`.
+
+    Raises:
+        ValueError: a layer whose result for a token depends on its chunk or on the rows beside it.
+    """
+    kinds = {"heads" if layer.spec is None else layer.spec.kind for layer in layers}
+    names = sorted(kinds - {"heads"})
+    if any(isinstance(layer, RecurrentLayer) for layer in layers):
+        names.append("recurrent")
+    if names:
+        raise ValueError(
+            f"deterministic: true is for attention over heads only, and this model has {', '.join(names)} layers"
+        )

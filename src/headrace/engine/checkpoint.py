@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,7 +39,11 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
+
+
+CODES = (torch.int8, torch.float8_e8m0fnu)
 
 
 class StoredTensor(Protocol):
@@ -121,6 +125,9 @@ class FileTensor:
     def read(self, into: Tensor, part: Part | None = None) -> None:
         """Reads runs of rows of at most CHUNK_BYTES, so that no whole tensor lies beside the destination."""
         assert tuple(into.shape) == _part_shape(self.shape, part), (self.name, into.shape, self.shape, part)
+        if into.dtype == torch.uint8 and self.dtype in CODES:  # codes, whatever a file calls them
+            replace(self, dtype=torch.uint8).read(into, part)
+            return
         if into.is_floating_point() and not self.dtype.is_floating_point:
             raise ValueError(
                 f"{self.file.path}: tensor {self.name} holds integers ({self.dtype}): such quantised checkpoints are"

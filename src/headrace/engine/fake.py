@@ -168,6 +168,7 @@ class FakeEngine:
             finished_copies=ints(done),
             failed_copies=ints(failed),
             finished_commands={command.id: {"error": ""} for command in plan.commands},
+            forward_s=plan.step % 7 / 7,
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from headrace.attention._latent import LatentSpec
 from headrace.attention._sparse import SparseSpec
-from headrace.attention.port import AttentionSpec, CacheSpec
+from headrace.attention.port import AttentionSpec, CachePart, CacheSpec, PartedSpec
 from headrace.config.kv import KvCacheConfig, window_of
 from headrace.layers.port import Layer, RecurrentLayer
 from headrace.seam import GroupSpec, Region
@@ -35,6 +35,11 @@ class Reach:
         window = window_of(layer, spec.window, windows=self.windows, longest=self.longest)
         if window is None or (window, self.sink_tokens) == (spec.window, 0):
             return spec
+        if isinstance(spec, PartedSpec):
+            raise ValueError(
+                f"kv_cache_config.max_attention_window and sink_token_length: layer {layer} sees its window of"
+                f" {spec.window} tokens and compressed ones before it, which can't be changed: leave both out"
+            )
         if isinstance(spec, AttentionSpec) and spec.is_chunked and window != spec.window:
             raise ValueError(
                 f"kv_cache_config.max_attention_window: layer {layer} attends within chunks of {spec.window} tokens,"
@@ -61,52 +66,68 @@ def group_layers(
     layers: Sequence[Layer | RecurrentLayer], dtype: torch.dtype, *, reach: Reach = WHOLE
 ) -> tuple[GroupSpec, ...]:
     """Groups in the order of their first layer; heads and bytes are this rank's. All recurrent layers are one group;
-    layers that keep nothing are in none.
+    layers that keep nothing, or attend to what another keeps, are in none.
 
     Args:
         dtype: of the KV cache.
     """
     found: dict[Any, list[int]] = {}
+    shared = shared_layers(layers)
     for index, layer in enumerate(layers):
         if isinstance(layer, RecurrentLayer):
             found.setdefault(None, []).append(index)
             continue
-        if layer.spec is None:
+        if layer.spec is None or index in shared:
             continue
         spec = reach.of(index, layer.spec)
-        key = (spec.kind, spec.regions(dtype_name(dtype)), spec.window, spec.sink_tokens)
-        found.setdefault(key, []).append(index)
+        for part in parts_of(spec, dtype_name(dtype)):
+            found.setdefault((spec.kind, part, spec.sink_tokens), []).append(index)
     return tuple(
         _recurrent(layers, members) if key is None else _attention(*key, members=members, dtype=dtype)
         for key, members in found.items()
     )
 
 
+def shared_layers(layers: Sequence[Layer | RecurrentLayer]) -> dict[int, int]:
+    """Layers that attend to the keys and values of another -> that one."""
+    found: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        spec = None if isinstance(layer, RecurrentLayer) else layer.spec
+        if isinstance(spec, AttentionSpec) and spec.source is not None:
+            found[index] = spec.source
+    return found
+
+
+def parts_of(spec: CacheSpec, dtype: str) -> tuple[CachePart, ...]:
+    """What a layer keeps, one layer group each. dtype: of the KV cache."""
+    if isinstance(spec, PartedSpec):
+        return spec.parts(dtype)
+    return (CachePart(spec.regions(dtype), spec.window),)
+
+
 def _attention(
-    kind: str,
-    regions: tuple[Region, ...],
-    window: int | None,
-    sink_tokens: int,
-    *,
-    members: Sequence[int],
-    dtype: torch.dtype,
+    kind: str, part: CachePart, sink_tokens: int, *, members: Sequence[int], dtype: torch.dtype
 ) -> GroupSpec:
+    regions = part.regions
     *heads, head_dim = regions[0].shape
+    entry_bytes = len(members) * sum(region_bytes(region) for region in regions)
     return GroupSpec(
         layers=tuple(members),
         num_kv_heads=math.prod(heads),
         head_dim=head_dim,
         dtype=dtype_name(dtype),
-        window=window,
-        bytes_per_token=len(members) * sum(region_bytes(region) for region in regions),
+        window=part.window,
+        bytes_per_token=-(-entry_bytes // part.every),
         sink_tokens=sink_tokens,
         attention=kind,
         regions=() if kind == "heads" else regions,  # those of heads follow from their number
+        every=part.every,
+        entry_bytes=entry_bytes if part.every > 1 else 0,
     )
 
 
 def region_bytes(region: Region) -> int:
-    """Of one token."""
+    """Of one entry."""
     return math.prod(region.shape) * dtype_named(region.dtype).itemsize
 
 

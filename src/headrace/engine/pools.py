@@ -47,7 +47,8 @@ class KvPools:
         self.block_size = block_size
         self.arenas: list[Tensor] = []
         """By group, uint8 [blocks, bytes of a block]."""
-        self._caches: dict[int, Any] = {}
+        found: dict[int, dict[str, Tensor]] = {}
+        kinds: dict[int, str] = {}
         for group, blocks in zip(groups, num_blocks):
             if group.is_recurrent:
                 self.arenas.append(zeroed((blocks, group.state_bytes), torch.uint8, torch.device(device)))
@@ -55,11 +56,13 @@ class KvPools:
             size_bytes = group.block_bytes(block_size)
             arena = zeroed((blocks, size_bytes), torch.uint8, torch.device(device))
             self.arenas.append(arena)
-            backend, regions = backends.of(group.attention), _regions(group)
+            backend, regions, entries = backends.of(group.attention), _regions(group), group.entries(block_size)
             layer_bytes = size_bytes // len(group.layers)
             for at, layer in enumerate(group.layers):
                 part = arena[:, at * layer_bytes : (at + 1) * layer_bytes]
-                self._caches[layer] = backend.bind(_views(part, regions, backend, block_size))
+                found.setdefault(layer, {}).update(_views(part, regions, backend, entries))
+                kinds[layer] = group.attention
+        self._caches: dict[int, Any] = {layer: backends.of(kinds[layer]).bind(views) for layer, views in found.items()}
 
     @property
     def num_layers(self) -> int:
@@ -87,13 +90,13 @@ def _regions(group: GroupSpec) -> tuple[Region, ...]:
     return group.regions or (Region("k", shape, group.dtype), Region("v", shape, group.dtype))
 
 
-def _views(part: Tensor, regions: Sequence[Region], backend: AttentionBackend, block_size: int) -> dict[str, Tensor]:
+def _views(part: Tensor, regions: Sequence[Region], backend: AttentionBackend, entries: int) -> dict[str, Tensor]:
     """part: uint8 [blocks, bytes of one layer] -> by name, [blocks, *the backend's shape]"""
     views: dict[str, Tensor] = {}
     at = 0
     for region in regions:
-        size_bytes = region_bytes(region) * block_size
-        shape = backend.block_shape(region.shape, block_size)
+        size_bytes = region_bytes(region) * entries
+        shape = backend.block_shape(region.shape, entries)
         views[region.name] = part[:, at : at + size_bytes].view(dtype_named(region.dtype)).unflatten(1, shape)
         at += size_bytes
     return views

@@ -12,7 +12,7 @@ import torch
 
 from headrace.config.kernels import DecodeCudaGraphConfig, MoeBackend
 from headrace.config.llm_args import LlmArgs
-from headrace.engine.backends import Backends, implementation_of
+from headrace.engine.backends import Backends, check_fixed, implementation_of
 from headrace.engine.batch import leave_out, put_back
 from headrace.engine.build import Servable, build_model
 from headrace.engine.clock import StepClock
@@ -85,9 +85,12 @@ class Rank:
             hf_quant_config=read_quant_config(source.path),
             force_dynamic=args.force_dynamic_quantization,
         )
+        recipes = recipes.fixed() if args.deterministic else recipes
         max_len = args.max_seq_len if isinstance(args.max_seq_len, int) else None
         factory = self._factory(dtype, recipes, max_len=max_len)
         self.model: Model = build_model(config, factory, impl=args.model_impl)
+        if args.deterministic:
+            check_fixed(self.model.layers)
         kv = args.kv_cache_config
         kv_dtype = kv_cache_dtype(kv.dtype, dtype, self.device, is_kv_fp8=recipes.is_kv_fp8)
         self.reach = configured_reach(kv, longest=max_len or self.model.max_position)
@@ -98,7 +101,7 @@ class Rank:
             report = load_weights(self.model, source, load_format=args.load_format.value, progress=parallel.rank == 0)
         is_drafting = args.speculative_config is not None and parallel.rank == 0
         self.kept = keep_or_leave(source, self.model.weight_map(), is_wanted=is_drafting)
-        self.backends = Backends(implementation_of(args.attn_backend, self.device))
+        self.backends = Backends(implementation_of(args.attn_backend, self.device, is_fixed=args.deterministic))
         self.facts = self._facts(source, config, dtype, num_valid_ids=num_valid_ids, weight_bytes=report.weight_bytes)
         self.block_size = args.kv_cache_config.tokens_per_block
         self._clock: StepClock | None = None
@@ -155,6 +158,7 @@ class Rank:
 
     def _factory(self, dtype: torch.dtype, recipes: Recipes, *, max_len: int | None) -> LayerFactory:
         moe = self.args.moe_config
+        moe_backend = "fixed" if self.args.deterministic and self.device.type == "cuda" else moe.backend.value
         return LayerFactory(
             dtype=dtype,
             recipe=recipes,
@@ -162,7 +166,7 @@ class Rank:
             parallel=self.parallel,
             max_len=max_len,
             state_dtype=state_dtype(self.args.kv_cache_config.mamba_ssm_cache_dtype),
-            experts=ExpertsSetup(recipes.of_experts, moe.backend.value, moe.max_num_tokens),
+            experts=ExpertsSetup(recipes.of_experts, moe_backend, moe.max_num_tokens),
         )
 
     def _logits_bytes(self, dtype: torch.dtype) -> int:

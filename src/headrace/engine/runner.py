@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.attention.port import AttentionBackend, AttentionStep, CacheSpec
+from headrace.attention.port import AttentionBackend, AttentionStep, CacheSpec, PartedSpec
 from headrace.engine.backends import Backends
-from headrace.engine.groups import WHOLE, Reach
+from headrace.engine.groups import WHOLE, Reach, shared_layers
 from headrace.engine.pools import KvPools
 from headrace.kernels.quantise import Form
-from headrace.layers.port import Act, ForwardStep, LiveState, Model, StateStep
+from headrace.layers.port import Act, ForwardStep, LiveState, Model, RecurrentLayer, StateStep
 
 GroupStep = AttentionStep | StateStep
 NO_STATES: Mapping[int, tuple[Tensor, ...]] = {}
@@ -26,7 +26,8 @@ class BoundAttention:
 
     backend: AttentionBackend
     cache: Any
-    step: AttentionStep
+    step: Any
+    """`AttentionStep`; of a `PartedSpec` a tuple with that of each part."""
     spec: Any
 
     def __call__(self, mixer_input: Any, form: Form) -> Act:
@@ -56,8 +57,18 @@ class Runner:
         self.pools = pools
         self.states = states
         self.reach = reach
-        self._group_of = {layer: index for index, group in enumerate(pools.groups) for layer in group.layers}
-        assert pools.num_layers + len(states) == len(self._group_of), (pools.num_layers, len(states))
+        self._groups_of: dict[int, list[int]] = {}
+        for index, group in enumerate(pools.groups):
+            for layer in group.layers:
+                self._groups_of.setdefault(layer, []).append(index)
+        self._parted = {
+            index
+            for index, layer in enumerate(model.layers)
+            if not isinstance(layer, RecurrentLayer) and isinstance(layer.spec, PartedSpec)
+        }
+        assert pools.num_layers + len(states) == len(self._groups_of), (pools.num_layers, len(states))
+        self._sources = shared_layers(model.layers)
+        self._groups_of.update({layer: self._groups_of[source] for layer, source in self._sources.items()})
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, groups: Sequence[GroupStep], *, rows: Tensor | None = None) -> Tensor:
@@ -77,7 +88,7 @@ class Runner:
             if isinstance(group, AttentionStep):
                 backend.plan(group)
         positions = groups[0].positions
-        step = ForwardStep(positions, model.ropes(positions))
+        step = ForwardStep(positions, model.ropes(positions), ids)
         partial, residual = None, model.embed(ids)
         for index, layer in enumerate(model.layers):
             mixer_input, residual = layer.before(partial, residual, step)
@@ -88,16 +99,19 @@ class Runner:
 
     def _mixer(self, index: int, groups: Sequence[GroupStep]) -> Any:
         """What the layer mixes tokens with: a `Mixer`, the `LiveState` of a recurrent one, or nothing."""
-        group = self._group_of.get(index)
-        if group is None:
+        own = self._groups_of.get(index)
+        if own is None:
             return None
-        step = groups[group]
-        if isinstance(step, StateStep):
-            return LiveState(self.states[index], step)
+        first = groups[own[0]]
+        if isinstance(first, StateStep):
+            return LiveState(self.states[index], first)
         stated = self.model.layers[index].spec
         assert stated is not None
-        spec: CacheSpec = self.reach.of(index, stated)
-        return BoundAttention(self.backends[group], self.pools.layer(index), step, spec)
+        kept_by = self._sources.get(index, index)
+        spec: CacheSpec = self.reach.of(kept_by, stated)
+        steps = tuple(step for group in own if isinstance(step := groups[group], AttentionStep))
+        step = steps if index in self._parted else first
+        return BoundAttention(self.backends[own[0]], self.pools.layer(kept_by), step, spec)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.batch import Batch, Wanted, build_batch, generation_batch
-from headrace.engine.constraints import NO_TOKEN, Constraints, is_allowed
+from headrace.engine.constraints import Constraints, is_allowed
 from headrace.engine.graphs import NO_GRAPHS, Captured, DecodeGraphs
 from headrace.engine.pooling import Pooled
 from headrace.engine.runner import Runner
@@ -25,7 +25,7 @@ from headrace.sampling.grammar import Masks
 from headrace.sampling.logprobs import HostLogprobs, prompt_logprobs
 from headrace.sampling.sampler import Sampled, Sampler
 from headrace.sampling.state import ALTERED, CAPTURABLE, LOGPROBS, RANDOM, RAW_LOGITS
-from headrace.seam import SAMPLE, GroupSpec, RowLogprobs, Section, SectionResult, SlotInit, ints
+from headrace.seam import NO_TOKEN, SAMPLE, GroupSpec, RowLogprobs, Section, SectionResult, SlotInit, ints
 
 NO_NUMBERS = "the model computed no numbers (NaN): its weights are damaged, or float16 is too small; try dtype bfloat16"
 
@@ -90,7 +90,9 @@ class Stepper:
         """Generation rows only, none of which needs the host before its token is there."""
         if section.num_context_rows or (section.flags & ~SAMPLE).any():
             return False
-        return not (self.sampler.state.features[section.slot] & ~CAPTURABLE).any()
+        if (self.sampler.state.features[section.slot] & ~CAPTURABLE).any():
+            return False
+        return not self.constraints.are_due(section.slot)
 
     def _queue_graph(self, section: Section) -> Outcome:
         self.state.raise_bounds(section)
@@ -103,6 +105,7 @@ class Stepper:
         captured = self.graphs.run(section.slot, is_shaped=bool((features & (RANDOM | ALTERED | LOGPROBS)).any()))
         num_rows = section.num_rows
         upload = Upload(captured.outputs)
+        self.constraints.expect(section.slot, upload)
         sampled = None
         if (features & LOGPROBS).any():
             assert captured.logits is not None

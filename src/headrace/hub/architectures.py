@@ -43,9 +43,12 @@ TRAITS: Mapping[str, Traits] = {
     "deepseek_v2": Traits(router="float32"),
     "deepseek_v3": Traits(),
     "deepseek_v32": Traits(),
+    "deepseek_v4": Traits(router="wide"),
     "kimi_k2": Traits(),
     "kimi_linear": Traits(router="wide"),
     "glm_moe_dsa": Traits(),
+    "glm5_next": Traits(),
+    "glm5_next_text": Traits(),
     "qwen3_next": _QWEN_HYBRID,
     "qwen3_5_text": _QWEN_HYBRID,
     "qwen3_5_moe_text": _QWEN_HYBRID,
@@ -64,6 +67,7 @@ _GEMMA3_DEFAULTS = {
 }  # fmt: skip
 _GEMMA4_DEFAULTS = {
     **_GEMMA3_DEFAULTS, "vocab_size": 262_144, "num_hidden_layers": 30, "global_head_dim": 512, "sliding_window": 512,
+    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
 }  # fmt: skip
 _GEMMA2_DEFAULTS = {**_GEMMA3_DEFAULTS, "vocab_size": 256_000, "max_position_embeddings": 8192}
 _LLAMA4_DEFAULTS = {
@@ -71,7 +75,16 @@ _LLAMA4_DEFAULTS = {
     "intermediate_size": 8192, "intermediate_size_mlp": 16_384, "attention_chunk_size": 8192,
     "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1,
 }  # fmt: skip
+_GLM5_NEXT_DEFAULTS = {
+    "max_position_embeddings": 1_048_576, "intermediate_size": 12_288, "moe_intermediate_size": 2048,
+    "n_shared_experts": 1, "n_routed_experts": 288, "num_experts_per_tok": 8, "n_group": 1, "kv_lora_rank": 512,
+    "q_lora_rank": 1536, "qk_rope_head_dim": 0, "qk_nope_head_dim": 256, "v_head_dim": 256, "index_topk": 2048,
+    "index_head_dim": 128, "index_n_heads": 32, "index_kpool": 16, "hc_mult": 4, "linear_head_dim": 128,
+    "linear_num_heads": 64, "linear_conv_kernel_dim": 4, "first_k_dense_replace": 3,
+}  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "glm5_next": _GLM5_NEXT_DEFAULTS,
+    "glm5_next_text": _GLM5_NEXT_DEFAULTS,
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
     "ministral": {"max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
@@ -139,6 +152,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": _GEMMA3_DEFAULTS,
     "gemma4": _GEMMA4_DEFAULTS,
     "gemma4_text": _GEMMA4_DEFAULTS,
+    "deepseek_v4": {
+        "max_position_embeddings": 1_048_576, "head_dim": 512, "q_lora_rank": 1024, "moe_intermediate_size": 2048,
+        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6, "sliding_window": 128,
+        "o_groups": 8, "o_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128, "hc_mult": 4,
+    },
     "kimi_linear": {"model_max_length": 1_048_576},
     "nemotron_h": {"mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 4096},
     "mamba2": {

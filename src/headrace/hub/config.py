@@ -61,9 +61,16 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stated_quantisation(config: Mapping[str, Any]) -> Any:
-    """`quantization_config` of the language model's part or, around it, of a multimodal config; None for neither."""
-    inner, outer = text_config(config).get("quantization_config"), config.get("quantization_config")
-    return inner if inner or outer is None else outer
+    """`quantization_config` of the language model's part or, around it, of a multimodal config; None for neither.
+
+    An `expert_dtype` that stands beside it (DeepSeek-V4) is put into it.
+    """
+    text: Mapping[str, Any] = text_config(config)
+    inner, outer = text.get("quantization_config"), config.get("quantization_config")
+    stated, of_experts = inner if inner or outer is None else outer, text.get("expert_dtype")
+    if not of_experts or not isinstance(stated, Mapping):
+        return stated
+    return {"expert_dtype": of_experts, **cast("Mapping[str, Any]", stated)}
 
 
 def read_quant_config(folder: Path) -> dict[str, Any] | None:

@@ -56,15 +56,25 @@ def whole(count: int) -> Weight:
 
 
 def attention_layer(
-    keys: Keys, traits: Traits, *, window: int | None, is_indexed: bool, has_values: bool = True
+    keys: Keys,
+    traits: Traits,
+    *,
+    window: int | None,
+    is_indexed: bool,
+    has_values: bool = True,
+    is_shared: bool = False,
 ) -> LayerShape:
-    """has_values: else the projection of keys makes the values too."""
+    """
+    Args:
+        has_values: else the projection of keys makes the values too.
+        is_shared: queries alone, for the keys and values of another layer.
+    """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", default=heads)
     dim = keys.size("head_dim", default=hidden // heads)
     if heads % kv_heads:
         raise ModelError(f"{keys.place}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-    kv_parts = 2 if has_values else 1
+    kv_parts = 0 if is_shared else 2 if has_values else 1
     said = keys.flag("attention_bias")
     qkv_bias = said if traits.qkv_bias is None else traits.qkv_bias
     out_bias = keys.flag("attention_out_bias", said) if traits.out_bias is None else traits.out_bias
@@ -83,7 +93,7 @@ def attention_layer(
         weights.append(whole(hidden))
     qk_norm = traits.qk_norm if keys.flag("use_qk_norm", True) else ""
     if qk_norm == "head":
-        weights.append(whole(2 * dim))
+        weights.append(whole(dim if is_shared else 2 * dim))
     elif qk_norm == "all":
         weights += [of_heads(heads * dim, plain=True), of_kv_heads(kv_heads * dim, plain=True)]
     if traits.head_logits:
@@ -92,12 +102,12 @@ def attention_layer(
     if is_indexed:
         index_heads, index_dim = keys.size("index_n_heads", default=4), keys.size("index_head_dim", default=128)
         weights += [of_kv_heads(hidden * index_heads * index_dim), Weight(hidden * index_dim), whole(2 * index_dim)]
-    return LayerShape(AttentionShape(heads, kv_heads, dim, window, index_dim), tuple(weights))
+    return LayerShape(AttentionShape(heads, kv_heads, dim, window, index_dim, is_shared), tuple(weights))
 
 
 def latent_layer(keys: Keys, *, is_indexed: bool) -> LayerShape:
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
-    latent, rope = keys.size("kv_lora_rank"), keys.size("qk_rope_head_dim")
+    latent, rope = keys.size("kv_lora_rank"), keys.number("qk_rope_head_dim")
     nope, value = keys.size("qk_nope_head_dim"), keys.size("v_head_dim")
     query = keys.find("q_lora_rank")
 

@@ -12,6 +12,8 @@ from headrace.hub.shape import (
     LatentShape,
     LayerShape,
     ModelShape,
+    PartedShape,
+    PartShape,
     RecurrentShape,
     Storage,
     Weight,
@@ -122,6 +124,8 @@ def local_count(weight: Weight, ranks: Ranks) -> int:
         cut = ranks.tensor // ranks.expert
         experts = ceil_share(weight.units, ranks.expert)
         return experts * each * ceil_share(weight.features, cut) // weight.features
+    if weight.split == "vocab":
+        return each * ceil_share(weight.units, ranks.attention)
     return weight.count
 
 
@@ -161,17 +165,24 @@ def rank_groups(layers: Sequence[LayerShape], at: Sequence[int], ranks: Ranks, t
     found: dict[tuple[object, ...], list[int]] = {}
     for place, layer in zip(at, layers, strict=True):
         mixer = layer.mixer
-        if mixer is None:
+        if mixer is None or (isinstance(mixer, AttentionShape) and mixer.is_shared):
             continue
         if isinstance(mixer, RecurrentShape):
             found.setdefault(("recurrent",), []).append(place)
         elif isinstance(mixer, LatentShape):
             found.setdefault(("latent", mixer), []).append(place)
+        elif isinstance(mixer, PartedShape):
+            _check_groups(mixer, ranks)
+            for part in mixer.parts:
+                found.setdefault((mixer.kind, part), []).append(place)
         else:
             found.setdefault(("heads", replace(mixer, window=None), _window(mixer, place, types)), []).append(place)
     by_place = dict(zip(at, layers, strict=True))
     groups: list[PlannedGroup] = []
-    for members in found.values():
+    for (kind, *rest), members in found.items():
+        if rest and isinstance(rest[0], PartShape):
+            groups.append(_part_group(str(kind), rest[0], members, ranks, types))
+            continue
         mixers = [by_place[place].mixer for place in members]
         first = mixers[0]
         if isinstance(first, AttentionShape):
@@ -233,6 +244,39 @@ def _latent_group(mixer: LatentShape, members: Sequence[int], ranks: Ranks, type
         regions=tuple(regions),
     )
     return PlannedGroup(spec, mixer.kind, formula, ranks.attention)
+
+
+def _check_groups(mixer: PartedShape, ranks: Ranks) -> None:
+    """As the engine does."""
+    if mixer.kind == "compressed" and ranks.attention > mixer.num_groups:
+        raise ModelError(
+            f"tensor_parallel_size {ranks.attention} is too large for {mixer.num_groups} groups of heads (o_groups):"
+            f" use at most {mixer.num_groups}"
+        )
+    heads_of_rank(mixer.num_heads, mixer.num_groups, ranks.attention)
+
+
+def _part_group(kind: str, part: PartShape, members: Sequence[int], ranks: Ranks, types: CacheTypes) -> PlannedGroup:
+    dtype = "bfloat16" if part.is_exact and DTYPE_BITS[types.kv] < 16 else types.kv
+    bits, count = DTYPE_BITS[dtype], len(members)
+    entry_bytes = int(count * sum(width for _, width in part.regions) * bits) // 8
+    parts = " + ".join(f"{width} {name.replace('_', ' ')}" for name, width in part.regions)
+    formula = f"{_many(count, 'layer')} x ({parts}) x {_bytes(bits)}"
+    if part.every > 1:
+        formula += f" / {part.every} tokens, at least one a block"
+    spec = GroupSpec(
+        layers=tuple(members),
+        num_kv_heads=1,
+        head_dim=part.regions[0][1],
+        dtype=types.kv,
+        window=part.window,
+        bytes_per_token=-(-entry_bytes // part.every),
+        attention=kind,
+        regions=tuple(Region(name, (width,), dtype) for name, width in part.regions),
+        every=part.every,
+        entry_bytes=entry_bytes if part.every > 1 else 0,
+    )
+    return PlannedGroup(spec, kind, formula, ranks.attention)
 
 
 def _recurrent_group(

@@ -7,11 +7,13 @@ is read from the key, and `TRAITS` holds the rest by type. An unknown type is re
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headrace.hub.architectures import DEFAULTS, TRAITS
 from headrace.hub.config import stated_quantisation, text_config
 from headrace.hub.errors import ModelError
+from headrace.hub.gemma import beside_experts, is_shared, layer_input_weights
 from headrace.hub.keys import Keys
 from headrace.hub.mixers import (
     Traits,
@@ -23,6 +25,16 @@ from headrace.hub.mixers import (
     mamba_layer,
     recurrent_width,
     whole,
+)
+from headrace.hub.parted import (
+    compressed_kinds,
+    compressed_layer,
+    is_compressed,
+    is_hashed,
+    pooled_latent_layer,
+    stream_head,
+    stream_weights,
+    stream_width,
 )
 from headrace.hub.shape import LayerShape, ModelShape, Weight
 from headrace.hub.storage import stored_as
@@ -79,7 +91,10 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def layer_kinds(keys: Keys, traits: Traits) -> list[str]:
-    """By layer: one of FULL, SLIDING, INDEXED, LINEAR, or of a layer without attention EXPERTS or DENSE."""
+    """By layer: one of FULL, SLIDING, INDEXED, LINEAR, or of a layer without attention EXPERTS or DENSE; of layers that
+    compress, what the config calls them."""
+    if is_compressed(keys):
+        return compressed_kinds(keys)
     listed = keys.words("layers_block_type", "layer_types")
     pattern = keys.find("hybrid_override_pattern")
     if listed is not None:
@@ -92,6 +107,8 @@ def layer_kinds(keys: Keys, traits: Traits) -> list[str]:
         raise ModelError(f"{keys.place}: num_hidden_layers must be at most {MAX_LAYERS}, not {count}")
     if traits.is_recurrent:
         return [LINEAR] * count
+    if "index_kpool" in keys:
+        return [LINEAR if (layer + 1) % 4 else INDEXED for layer in range(count)]
     if "linear_attn_config" in keys:
         full: list[int] = keys.section("linear_attn_config").find("full_attn_layers") or []
         return [FULL if layer + 1 in full else LINEAR for layer in range(count)]
@@ -142,21 +159,38 @@ def _is_indexed_everywhere(keys: Keys) -> bool:
 def _layer(keys: Keys, traits: Traits, index: int, kind: str) -> LayerShape:
     hidden = keys.size("hidden_size")
     norms = whole(traits.num_norms * hidden * (2 if traits.norm_bias else 1) + traits.layer_factor)
-    if kind == LINEAR:
+    if is_compressed(keys):
+        mixed = compressed_layer(keys, kind)
+    elif kind == LINEAR:
         mixed = _recurrent(keys)
     elif kind in (EXPERTS, DENSE):
         mixed = LayerShape(None, ())
     elif "kv_lora_rank" in keys:
-        mixed = latent_layer(keys, is_indexed=kind == INDEXED and _runs_indexer(keys, index))
+        of_kind = pooled_latent_layer if "index_kpool" in keys else latent_layer
+        mixed = of_kind(keys, is_indexed=kind == INDEXED and _runs_indexer(keys, index))
     else:
         window = keys.size("sliding_window", "attention_chunk_size") if kind == SLIDING else None
         own = _layer_keys(keys, index, kind)
         has_values = not (kind == FULL and keys.flag("attention_k_eq_v"))
-        mixed = attention_layer(own, traits, window=window, is_indexed=kind == INDEXED, has_values=has_values)
+        mixed = attention_layer(
+            own,
+            traits,
+            window=window,
+            is_indexed=kind == INDEXED,
+            has_values=has_values,
+            is_shared=is_shared(keys, index),
+        )
     if traits.one_part and mixed.mixer is not None:
         return LayerShape(mixed.mixer, (norms, *mixed.weights))
-    mlp = _experts(keys, traits) if _has_experts(keys, index, kind) else _dense(keys, traits)
-    return LayerShape(mixed.mixer, (norms, *mixed.weights, *mlp))
+    streams = stream_weights(keys)
+    if is_compressed(keys):
+        mlp = _hashed(keys, traits) if is_hashed(keys, index) else _experts(keys, traits)
+        streams += (stream_head(keys),) if index == keys.size("num_hidden_layers") - 1 else ()
+    else:
+        mlp = _experts(keys, traits) if _has_experts(keys, index, kind) else _dense(keys, traits, index)
+    if keys.flag("enable_moe_block"):
+        mlp = (*_dense(keys, traits, index), *mlp, beside_experts(keys, _num_experts(keys)))
+    return LayerShape(mixed.mixer, (norms, *mixed.weights, *mlp, *streams, *layer_input_weights(keys, index)))
 
 
 def _layer_keys(keys: Keys, index: int, kind: str) -> Keys:
@@ -244,24 +278,34 @@ def _widest(keys: Keys) -> int:
     """Features of the MLP that a token runs through: of experts, all that it is sent to, and half of their results.
     A recurrent layer counts as the MLP that takes as much."""
     widths = [keys.number("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", default=0)]
+    if keys.flag("use_double_wide_mlp"):
+        widths[0] *= 2
     if _num_experts(keys):
-        chosen = keys.size("num_experts_per_tok", "num_experts_per_token", default=1)
+        chosen = keys.size("num_experts_per_tok", "num_experts_per_token", "top_k_experts", default=1)
         results = keys.number("hidden_size", default=0) // 2
         widths.append(chosen * (_expert_width(keys) + results) + _shared_width(keys))
-    return max(*widths, recurrent_width(keys))
+    return max(*widths, recurrent_width(keys)) + stream_width(keys)
 
 
 def _mlp_matrices(keys: Keys) -> int:
     return 2 if str(keys.find("mlp_hidden_act")).startswith("relu2") else 3
 
 
-def _dense(keys: Keys, traits: Traits) -> tuple[Weight, ...]:
+def _dense(keys: Keys, traits: Traits, index: int) -> tuple[Weight, ...]:
     hidden, width = keys.size("hidden_size"), _dense_width(keys)
+    if keys.flag("use_double_wide_mlp") and is_shared(keys, index):
+        width *= 2
     matrices = _mlp_matrices(keys) if traits.gated_mlp else 2
     weights = [Weight(matrices * hidden * width, "dense", width)]
     if keys.flag("mlp_bias"):
         weights += [Weight((matrices - 1) * width, "dense", width, "plain"), whole(hidden)]
     return tuple(weights)
+
+
+def _hashed(keys: Keys, traits: Traits) -> tuple[Weight, ...]:
+    """Experts without a correction, and the table that chooses them, of 64-bit integers."""
+    table = Weight(2 * keys.size("vocab_size") * keys.size("num_experts_per_tok"), form="float32")
+    return (*_experts(keys, replace(traits, router="float32")), table)
 
 
 def _experts(keys: Keys, traits: Traits) -> tuple[Weight, ...]:

@@ -41,6 +41,8 @@ class AttentionShape:
     """Tokens a query sees, itself included; None is everything."""
     index_dim: int = 0
     """Features of the key that an indexer of sparse attention keeps beside, in the dtype of the cache."""
+    is_shared: bool = False
+    """It attends to what an earlier layer keeps, and keeps nothing."""
 
     @property
     def kind(self) -> str:
@@ -78,7 +80,33 @@ class RecurrentShape:
     """Elements of the convolution's state that are dealt with the groups."""
 
 
-MixerShape = AttentionShape | LatentShape | RecurrentShape
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """A part of what a layer keeps of tokens; every rank keeps all of it."""
+
+    regions: tuple[tuple[str, int], ...]
+    """Names, and the features of an entry."""
+    window: int | None = None
+    """Tokens that are read back; None is everything."""
+    every: int = 1
+    """Tokens that share an entry."""
+    is_exact: bool = False
+    """An eight-bit cache holds it in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartedShape:
+    """Attention whose cache has parts that reach back differently far, each a layer group."""
+
+    kind: str
+    """Of attention, as the engine names it."""
+    num_heads: int
+    num_groups: int
+    """Of heads, which no rank divides."""
+    parts: tuple[PartShape, ...]
+
+
+MixerShape = AttentionShape | LatentShape | RecurrentShape | PartedShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ def stored_as(stated: Any, place: str) -> Storage:
     if bits is None:
         raise ModelError(f"{place}: quantization_config: the method {said.get('quant_method')!r} is not known here: "
                          "give the weights' type with --dtype")  # fmt: skip
+    if said.get("expert_dtype") == "fp4":  # DeepSeek-V4
+        return Storage(f"{method}, mxfp4 experts", {"linear": bits, "expert": BITS["mxfp4"]})
     return Storage(method, {"linear": bits, "expert": bits})
 
 

@@ -90,7 +90,7 @@ def _merge_parts(
         # Loads that don't wait for each other: a part at a time would be a memory latency each.
         for step in tl.static_range(UNROLLED):
             at_part = place + (base + step) * (DIM + 2)
-            mask = head_mask & (base + step < num_parts)
+            mask = tl.where(base + step < num_parts, head_mask, False)
             peak = tl.load(at_part + DIM, mask=mask, other=float("-inf"), cache_modifier=".cg")
             inside = (dims < DIM)[:, None] & mask[None, :]
             values = tl.load(at_part[None, :] + dims[:, None], mask=inside, other=0.0, cache_modifier=".cg")
@@ -297,6 +297,8 @@ def tuned(dim: int, kv_dtype: torch.dtype, *, num_programs: int) -> tuple[int, i
     With many programs small ones, of which a processor holds several; with few, wide ones that read much at once.
     """
     row_bytes = power_of_2(dim) * kv_dtype.itemsize
+    if row_bytes > 1024:
+        return 16, 8, 2
     if row_bytes > 512:
         return 16, 4, 2
     if row_bytes > 256:

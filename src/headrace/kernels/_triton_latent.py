@@ -215,17 +215,19 @@ def _merge_parts(
     factor = v_scale / tl.where(total > 0.0, total, 1.0)
     for first in range(0, RANK, DIMS):
         dims = first + tl.arange(0, DIMS)
-        inside = mask[:, None] & (dims < RANK)[None, :]
+        is_dim = dims < RANK
         acc = tl.zeros((PAIRS, DIMS), tl.float32)
         for base in range(0, num_parts, UNROLLED):
             # Loads that don't wait for each other: a part at a time would be a memory latency each.
             for step in tl.static_range(UNROLLED):
-                is_part = base + step < num_parts
+                present = tl.where(base + step < num_parts, mask, False)
                 at = place + (base + step) * (RANK + 2)
-                peak = tl.load(at + RANK, mask=mask & is_part, other=float("-inf"), cache_modifier=".cg")
-                values = tl.load(at[:, None] + dims[None, :], mask=inside & is_part, other=0.0, cache_modifier=".cg")
+                peak = tl.load(at + RANK, mask=present, other=float("-inf"), cache_modifier=".cg")
+                inside = present[:, None] & is_dim[None, :]
+                values = tl.load(at[:, None] + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
                 acc += values * tl.exp2(peak - highest)[:, None]
-        tl.store(target[:, None] + dims[None, :], (acc * factor[:, None]).to(target.dtype.element_ty), mask=inside)
+        result = (acc * factor[:, None]).to(target.dtype.element_ty)
+        tl.store(target[:, None] + dims[None, :], result, mask=mask[:, None] & is_dim[None, :])
 
 
 @triton.jit(do_not_specialize=["first_row", "window", "sink_tokens", "num_splits", "min_part", "table_stride"])

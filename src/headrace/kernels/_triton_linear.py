@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.kernels._triton_chain import chain_options, grid, wait_for_predecessor
+from headrace.kernels._triton_chain import ask_for, chain_options, grid, wait_for_predecessor
 from headrace.kernels._triton_rows import ACTIVATIONS, activate
 from headrace.kernels.quantise import FP8, Form, Quantised
 
@@ -19,8 +20,24 @@ STREAM_ROWS = 64
 FEW_TILES = 264
 """Two for each of a large GPU's processors: up to here each has room for more stages."""
 MAX_TILES = 1 << 13
+TILES_OF_FEW, TILES = (16, 16, 256, 2, 4), (64, 64, 128, 4, 3)
+"""(rows, outputs, inputs, warps, stages)"""
+TILES_OF_BLOCKS = (64, 128, 4, 4)
+"""(rows, outputs, warps, stages)"""
 GATED_FEATURES = 32
 """Gates of a tile; with their factors the tensor cores' wide side."""
+
+
+class StreamTuning(NamedTuple):
+    """How a weight is streamed past a few rows."""
+
+    inputs: int = 256
+    """Of a tile."""
+    parts: int = 1
+    warps: int = 4
+    stages: int = 4
+    ahead: int = 0
+    """Bytes of each row of the weight that a chained kernel asks for while its predecessors run."""
 
 
 @triton.jit
@@ -65,6 +82,7 @@ def _stream_kernel(
     BY_OUTPUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Programs: (OUTPUTS rows of the weight, parts of the inputs). The weight is the wide side of the tensor cores.
@@ -76,6 +94,8 @@ def _stream_kernel(
     part = tl.cdiv(num_in // INPUTS, num_splits) * INPUTS
     begin = split * part
     end = tl.minimum(begin + part, num_in)
+    if CHAINED and AHEAD:
+        ask_for(weight + outputs.to(tl.int64) * num_in + begin, tl.minimum(end - begin, AHEAD))
     wait_for_predecessor(CHAINED)
     rows = tl.arange(0, ROWS)
     row_mask = rows < num_rows
@@ -126,11 +146,14 @@ def _gated_kernel(
     IS_FP8_OUT: tl.constexpr,
     ROUNDED: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Programs: (FEATURES gates and the FEATURES factors that belong to them, one tile of the tensor cores)."""
     index = tl.arange(0, 2 * FEATURES)
     outputs = tl.program_id(0) * FEATURES + index % FEATURES + index // FEATURES * num_features
+    if CHAINED and AHEAD:
+        ask_for(weight + outputs.to(tl.int64) * num_in, tl.minimum(num_in, AHEAD))
     wait_for_predecessor(CHAINED)
     rows = tl.arange(0, ROWS)
     row_mask = rows < num_rows
@@ -170,7 +193,7 @@ def launch_gated(
     num_features = weight.shape[0] // 2
     assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous() and num_rows <= STREAM_ROWS
     out = torch.empty((num_rows, num_features), dtype=dtype if form.is_plain else FP8, device=x.device)
-    inputs, _, warps, stages = tuned(weight.shape[0])
+    tuning = tuned(*weight.shape)
     if num_rows:
         grid(_gated_kernel, num_features // GATED_FEATURES)(
             x,
@@ -185,14 +208,15 @@ def launch_gated(
             x.stride(0),
             ROWS=max(16, 1 << (num_rows - 1).bit_length()),
             FEATURES=GATED_FEATURES,
-            INPUTS=inputs,
+            INPUTS=tuning.inputs,
             BY_ROW=x_scale.numel() > 1,
             BY_OUTPUT=scales.numel() > 1,
             ACTIVATION=ACTIVATIONS[kind],
             IS_FP8_OUT=not form.is_plain,
             ROUNDED=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16 if dtype == torch.float16 else tl.float32,
-            STAGES=stages,
-            **chain_options(x, warps),
+            STAGES=tuning.stages,
+            AHEAD=tuning.ahead,
+            **chain_options(x, tuning.warps),
         )
     return Quantised(out, form.scale)
 
@@ -235,7 +259,7 @@ def _few_rows_kernel(
             inside = (start + inputs < num_in)[None, :]
             values = tl.load(x_at + start, mask=row_mask[:, None] & inside, other=0.0)
             tile = tl.load(w_at + start, mask=mask[:, None] & inside, other=0.0)
-        acc = tl.dot(values, tl.trans(tile), acc)
+        acc = tl.dot(values, tl.trans(tile), acc, input_precision="ieee")
     _finish(acc, out, bias, x_scale, w_scale, rows, outputs, row_mask, mask, out_stride,
             BY_ROW, BY_OUTPUT, HAS_BIAS)  # fmt: skip
 
@@ -249,8 +273,29 @@ def launch_few_rows(
     num_rows, (num_out, num_in) = x.shape[0], weight.shape
     if 0 < num_rows <= STREAM_ROWS and num_out % 64 == 0 and num_in % 256 == 0:
         return launch_stream(act, weight, scales, bias, out_dtype=out_dtype)
+    tiles = TILES_OF_FEW if num_rows <= 16 else TILES
+    return launch_tiles(act, weight, scales, bias, out_dtype=out_dtype, tiles=tiles)
+
+
+def launch_tiles(
+    act: Quantised,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    tiles: tuple[int, int, int, int, int],
+) -> Tensor:
+    """The contract of `launch_few_rows`, of weights and activations of any one type.
+
+    Args:
+        tiles: (rows, outputs, inputs, warps, stages). With the same ones a row has the same bits beside any others.
+    """
+    x, x_scale = act.data, act.scales
+    assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous()
+    num_rows, (num_out, num_in) = x.shape[0], weight.shape
     out = torch.empty((num_rows, num_out), dtype=out_dtype, device=x.device)
-    rows, outputs, inputs, warps, stages = (16, 16, 256, 2, 4) if num_rows <= 16 else (64, 64, 128, 4, 3)
+    rows, outputs, inputs, warps, stages = tiles
     if num_rows:
         grid(_few_rows_kernel, -(-num_out // outputs), -(-num_rows // rows))(
             x,
@@ -284,18 +329,14 @@ def launch_stream(
     bias: Tensor | None,
     *,
     out_dtype: torch.dtype,
-    tuning: tuple[int, int, int, int] | None = None,
+    tuning: StreamTuning | None = None,
 ) -> Tensor:
-    """The contract of `fp8_linear` for 1 to 64 rows, outputs in multiples of 64 and inputs of 256.
-
-    Args:
-        tuning: (inputs, parts, warps, stages).
-    """
+    """The contract of `fp8_linear` for 1 to 64 rows, outputs in multiples of 64 and inputs of 256."""
     x, x_scale = act.data, act.scales
     assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous()
     num_rows, (num_out, num_in) = x.shape[0], weight.shape
     assert 0 < num_rows <= STREAM_ROWS and num_out % 64 == 0 and num_in % 256 == 0
-    inputs, num_splits, warps, stages = tuning or tuned(num_out)
+    inputs, num_splits, warps, stages, ahead = tuning or tuned(num_out, num_in)
     assert num_in % (inputs * num_splits) == 0, (num_in, inputs, num_splits)
     rows = max(16, 1 << (num_rows - 1).bit_length())
     num_tiles = num_out // 64
@@ -325,6 +366,7 @@ def launch_stream(
         BY_OUTPUT=scales.numel() > 1,
         HAS_BIAS=bias is not None,
         STAGES=stages,
+        AHEAD=ahead,
         **chain_options(x, warps),
     )
     return out
@@ -337,9 +379,9 @@ def _arrived(device: torch.device) -> Tensor:
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
-def tuned(num_out: int) -> tuple[int, int, int, int]:
-    """(inputs, parts, warps, stages), measured on an H200: docs/performance.md."""
-    return 256, 1, 4, 6 if num_out // 64 <= FEW_TILES else 4
+def tuned(num_out: int, num_in: int) -> StreamTuning:
+    """Measured on an H200: docs/performance.md."""
+    return StreamTuning(stages=6 if num_out // 64 <= FEW_TILES else 4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -400,8 +442,7 @@ def launch_blocks(
     assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous() and scales.stride(-1) == 1
     num_rows, (num_out, num_in) = x.shape[0], weight.shape
     out = torch.empty((num_rows, num_out), dtype=out_dtype, device=x.device)
-    few = (16, 32, 4, 4) if num_rows <= 16 else (64, 128, 4, 4)
-    rows, outputs, warps, stages = tuning or few
+    rows, outputs, warps, stages = tuning or ((16, 32, 4, 4) if num_rows <= 16 else TILES_OF_BLOCKS)
     if num_rows:
         grid(_blocks_kernel, -(-num_out // outputs), -(-num_rows // rows))(
             x,

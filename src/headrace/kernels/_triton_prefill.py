@@ -16,6 +16,9 @@ from headrace.kernels._triton_decode import LOG2_E, constants, strides
 from headrace.kernels.port import HeadsSpec, PackedRows
 from headrace.kernels.quantise import FP8, Form, Quantised
 
+FIXED_QUERY = 16
+"""Tokens of a chunk that the tiles are chosen for where they may not depend on it."""
+
 
 @triton.jit
 def _first_seen(position, window, IS_CHUNKED: tl.constexpr):
@@ -143,6 +146,7 @@ def _prefill_kernel(
     IS_FP8_OUT: tl.constexpr,
     COMPUTE: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_FIXED: tl.constexpr,
 ):
     """Programs: (KV heads, rows, tiles of ROWS // GROUP tokens). Late tiles, which see the most, go first."""
     kv_head, row = tl.program_id(0), tl.program_id(1)
@@ -173,6 +177,8 @@ def _prefill_kernel(
         if not HAS_SINK_TOKENS:
             begin = tl.maximum(_first_seen(first_position, window, IS_CHUNKED), 0) // TILE * TILE
         middle = begin
+    if IS_FIXED:
+        middle = begin  # the two loops' sums may be contracted differently, and where one ends depends on the chunk
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
@@ -214,6 +220,7 @@ def launch_prefill(
     num_rows: int,
     max_query: int,
     tuning: tuple[int, int, int, int] | None = None,
+    is_fixed: bool = False,
 ) -> None:
     """Attend the first `num_rows` rows.
 
@@ -222,13 +229,15 @@ def launch_prefill(
         out: [tokens, heads * dim] to write to; FP8 for the form `static`.
         max_query: an upper bound of these rows' numbers of tokens.
         tuning: (rows, tile, warps, stages).
+        is_fixed: a token's result has the same bits in any chunk and beside any other rows.
     """
     num_heads, dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
-    assert q.stride(1) == dim and q.stride(2) == 1 and k_cache.stride()[2:] == v_cache.stride()[2:] == (dim, 1)
     is_fp8 = k_cache.dtype == FP8
-    rows, tile, warps, stages = tuning or tuned(dim, q.dtype, is_fp8=is_fp8, max_query=max_query, group=group)
+    rows, tile, warps, stages = tuning or tuned(
+        dim, q.dtype, is_fp8=is_fp8, max_query=FIXED_QUERY if is_fixed else max_query, group=group
+    )
     rows = max(rows, power_of_2(group))
     num_tiles = -(-max_query // (rows // group))
     if not num_rows or not num_tiles:
@@ -255,13 +264,19 @@ def launch_prefill(
         TILE=tile,
         IS_FP8_OUT=form.kind == "static",
         STAGES=stages,
+        IS_FIXED=is_fixed,
         **constants(q, spec, num_kv_heads, is_fp8=is_fp8),
         num_warps=warps,
     )
 
 
 def tuned(dim: int, dtype: torch.dtype, *, is_fp8: bool, max_query: int, group: int) -> tuple[int, int, int, int]:
-    """(rows, tile, warps, stages), measured on an H200: docs/performance.md."""
+    """(rows, tile, warps, stages), measured on an H200: docs/performance.md. Those of heads of more than 256 features
+    are what holds them without spilled registers (sm_90), not yet measured."""
+    if dim > 256:
+        if dtype == torch.float32:
+            return 16, 16, 8, 1
+        return (16, 32, 4, 2) if max_query * group <= 16 else (32, 32, 8, 2)
     if dtype == torch.float32:
         return (32, 32, 4, 1) if dim > 128 else (64, 32, 4, 2)
     if max_query * group <= 16:

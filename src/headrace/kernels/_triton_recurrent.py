@@ -70,10 +70,10 @@ def _conv_kernel(
             kept = state + slot * state_stride
             for place in tl.static_range(KERNEL - 1):
                 source = length - (KERNEL - 1) + place
-                mine = tl.load(x + (start + source) * x_stride + channel, mask=is_channel & (source >= 0), other=0.0)
-                olds = tl.load(
-                    held + channel * (KERNEL - 1) + place + length, mask=is_channel & (source < 0), other=0.0
-                )
+                is_new = tl.where(source >= 0, is_channel, False)
+                is_old = tl.where(source >= 0, False, is_channel)
+                mine = tl.load(x + (start + source) * x_stride + channel, mask=is_new, other=0.0)
+                olds = tl.load(held + channel * (KERNEL - 1) + place + length, mask=is_old, other=0.0)
                 value = mine.to(tl.float32) + olds.to(tl.float32)
                 tl.store(kept + channel * (KERNEL - 1) + place, value.to(state.dtype.element_ty), mask=is_channel)
 

@@ -66,3 +66,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), -1)
+
+
+def turn_last(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the last `2 * cos.shape[1]` features of each head, neighbours as pairs (DeepSeek-V4).
+
+    x: [tokens, heads, dim]; cos, sin: [tokens, rotary_dim / 2] float32 -> the same as x
+    """
+    still = x.shape[-1] - 2 * cos.shape[1]
+    return torch.cat((x[..., :still], _rotate(x[..., still:], cos, sin, True)), -1)

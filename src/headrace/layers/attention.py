@@ -99,7 +99,7 @@ class Attention:
         self.steps = tuple(steps)
         self._sinks = sinks
         self._spec = spec
-        self._kv_scales = kv_scales
+        self.kv_scales = kv_scales
 
     def feed_from(self, norm: Norm) -> None:
         """The norm before the block makes what its first product takes."""
@@ -110,7 +110,7 @@ class Attention:
         """With the checkpoint's scales and sinks once it is loaded."""
         if self._sinks is not None and self._spec.sinks is None:
             self._spec = replace(self._spec, sinks=self._sinks.logits)
-        scales = self._kv_scales.values
+        scales = self.kv_scales.values
         if (self._spec.k_scale, self._spec.v_scale) != scales:
             self._spec = replace(self._spec, k_scale=scales[0], v_scale=scales[1])
         return self._spec

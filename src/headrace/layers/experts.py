@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from headrace.kernels.moe._twin import scores_of, weighed
 from headrace.kernels.moe.port import ExpertAct as ExpertAct
 from headrace.kernels.moe.port import ExpertWeights, MoeBackend
 from headrace.kernels.moe.port import Routing as Routing
@@ -24,8 +25,8 @@ from headrace.layers.mlp import Mlp, PlainMlp, activation
 from headrace.layers.norm import Norm
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act
-from headrace.layers.stacked import ExpertsShare, Side, StackedLinear, inner_unit
-from headrace.layers.weights import Parameter, Slot
+from headrace.layers.stacked import ByExpert, ExpertsShare, Side, StackedLinear, inner_unit
+from headrace.layers.weights import Init, Parameter
 from headrace.quant.none import Dense
 from headrace.quant.port import ExpertsRecipe
 
@@ -54,27 +55,6 @@ class ExpertsSetup:
     """As `moe_config.backend` names it, or a plug-in."""
     max_num_tokens: int | None = None
     """Most tokens that experts take at once."""
-
-
-class Correction:
-    """What is added to experts' scores when they are chosen: `{router}.correction`, float32."""
-
-    def __init__(self, name: str, num_experts: int, *, device: torch.device) -> None:
-        self._values = Parameter(
-            f"{name}.correction", [Slot("", (num_experts,))], dtype=torch.float32, device=device, init="zero"
-        )
-        self._loaded: Tensor | None = None
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        return (self._values,)
-
-    def finish(self) -> None:
-        self._loaded = self._values.take()
-
-    def ready(self) -> Tensor:
-        assert self._loaded is not None, f"{self._values.name} is not loaded"
-        return self._loaded
 
 
 class RoutedExperts:
@@ -126,15 +106,18 @@ class Experts:
         *,
         backend: MoeBackend,
         routing: Routing,
-        correction: Correction | None,
+        correction: ByExpert | None,
         shared: Mlp | PlainMlp | None,
         shared_gate: Linear | None,
         router_dtype: torch.dtype | None,
         max_num_tokens: int | None,
         latent: tuple[Linear, Linear] | None = None,
+        expert_scale: ByExpert | None = None,
     ) -> None:
         """
         Args:
+            correction: what is added to experts' scores when they are chosen.
+            expert_scale: what the weights of the chosen ones are multiplied with.
             latent: to what the routed experts see of a token, and back from their sum.
             shared: an expert that every token is sent to.
             shared_gate: to one number, whose sigmoid the shared expert's result is multiplied with.
@@ -150,6 +133,7 @@ class Experts:
         self._router_dtype = router_dtype
         self._max_num_tokens = max_num_tokens
         self._latent = latent
+        self._expert_scale = expert_scale
 
     def feed_from(self, norm: Norm) -> None:
         """The norm's result goes to the router too, so it stays plain."""
@@ -159,16 +143,24 @@ class Experts:
         assert act.scales is None, "experts take plain activations"
         return self.run(act.data, act.data)
 
-    def run(self, x: Tensor, router_input: Tensor) -> Tensor:
-        """As a call, for models whose router sees something else than the experts do."""
+    def run(self, x: Tensor, router_input: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """As a call, for models whose router sees something else than the experts do, or whose experts are `chosen`
+        already ([tokens, top_k] int64)."""
         limit = self._max_num_tokens or max(len(x), 1)
-        parts = [self._run(part, seen) for part, seen in zip(x.split(limit), router_input.split(limit))]
+        picks = [None] * len(x) if chosen is None else chosen.split(limit)
+        parts = [self._run(*part) for part in zip(x.split(limit), router_input.split(limit), picks)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _run(self, x: Tensor, router_input: Tensor) -> Tensor:
+    def _run(self, x: Tensor, router_input: Tensor, chosen: Tensor | None) -> Tensor:
         seen = router_input if self._router_dtype is None else router_input.to(self._router_dtype)
         correction = None if self._correction is None else self._correction.ready()
-        routed = self._backend.route(self.router(Act(seen)), correction, self.routing)
+        logits = self.router(Act(seen))
+        if chosen is None:
+            routed = self._backend.route(logits, correction, self.routing)
+        else:
+            routed = weighed(scores_of(logits, self.routing), chosen, self.routing)
+        if self._expert_scale is not None:
+            routed = routed._replace(weights=routed.weights * self._expert_scale.ready()[routed.ids])
         if self._latent is None:
             out = self._backend.run(x, routed, self.routed.ready())
         else:
@@ -255,8 +247,14 @@ class ExpertsBuilder:
     def shared_gate(self, hidden_size: int) -> Linear:
         return self._plain("shared_gate", hidden_size, 1, bias=False, dtype=self.dtype)
 
-    def correction(self, num_experts: int) -> Correction:
-        return Correction(f"{self.name}.router", num_experts, device=self.device)
+    def correction(self, num_experts: int) -> ByExpert:
+        return self._by_expert("correction", num_experts, dtype=torch.float32, init="zero")
+
+    def expert_scale(self, num_experts: int) -> ByExpert:
+        return self._by_expert("expert_scale", num_experts, dtype=self.dtype, init="one")
+
+    def _by_expert(self, part: str, num_experts: int, *, dtype: torch.dtype, init: Init) -> ByExpert:
+        return ByExpert(f"{self.name}.router.{part}", num_experts, dtype=dtype, device=self.device, init=init)
 
     def _plain(self, part: str, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> Linear:
         """Routers are plain in every checkpoint."""
@@ -376,6 +374,7 @@ def expert_rules(
         f"{block}.{router}.bias": f"{part}.router.bias",
         f"{block}.{router}.e_score_correction_bias": f"{part}.router.correction",
         f"{block}.e_score_correction_bias": f"{part}.router.correction",
+        f"{block}.{router.split('.')[0]}.per_expert_scale": f"{part}.router.expert_scale",
         f"{block}.{shared}.gate_proj.*": f"{part}.shared.gate_up.*:gate",
         f"{block}.{shared}.up_proj.*": f"{part}.shared.gate_up.*:up",
         f"{block}.{shared}.down_proj.*": f"{part}.shared.down.*",

@@ -151,23 +151,23 @@ class LayerFactory:
         steps: Sequence[HeadStep] = (),
         has_sinks: bool = False,
         has_values: bool = True,
+        source: tuple[int, Attention] | None = None,
     ) -> Attention:
         """An attention block: modules `{name}.qkv` (slots q, k, v) and `{name}.out`. Heads are the whole model's.
 
         Args:
-            rope: a kind of the model's ropes; None turns nothing.
-            interleaved: rope turns neighbouring features (2i, 2i + 1), not i and i + half.
-            scale: of the scores; head_dim ** -0.5 when None.
-            window: tokens a query sees, itself included.
-            is_chunked: it sees those since the last multiple of `window` only.
-            steps: see `layers/heads.py`.
-            has_values: without, the slot v isn't there, and a step has to make values.
+            rope: a kind of the model's ropes, or None; `interleaved` turns neighbours (2i, 2i + 1), not i and i + half.
+            scale: of the scores, instead of head_dim ** -0.5.
+            window: tokens a query sees, itself included; with `is_chunked`, those since the last multiple of it.
+            has_values: without, the slot v isn't there, and one of `steps` (`layers/heads.py`) has to make values.
+            source: the layer whose keys and values are attended to: queries alone, and `TakenOver` the first step.
             has_sinks: a logit per head takes part in the softmax's sum: module `{name}.sinks`.
         """
         heads = self.parallel.heads(num_heads, num_kv_heads)
         q_share, kv_share = ((start * head_dim, stop * head_dim) for start, stop in (heads.q, heads.kv))
-        kv_outputs = [Output(slot, num_kv_heads * head_dim, kv_share) for slot in ("kv" if has_values else "k")]
-        outputs = [Output("q", num_heads * head_dim, q_share), *kv_outputs]
+        outputs = [Output("q", num_heads * head_dim, q_share)]
+        if source is None:
+            outputs += [Output(slot, num_kv_heads * head_dim, kv_share) for slot in ("kv" if has_values else "k")]
         spec = AttentionSpec(
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -176,13 +176,14 @@ class LayerFactory:
             window=window,
             is_chunked=is_chunked,
             soft_cap=soft_cap,
+            source=source[0] if source else None,
         )
         return Attention(
             self.column(f"{name}.qkv", hidden_size, outputs, bias=qkv_bias),
             self.row(f"{name}.out", num_heads * head_dim, hidden_size, share=q_share, bias=out_bias),
             spec=spec,
             rope=rope,
-            kv_scales=self._kv_scales(f"{name}.qkv"),
+            kv_scales=self._kv_scales(f"{name}.qkv") if source is None else source[1].kv_scales,
             interleaved=interleaved,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -235,6 +236,7 @@ class LayerFactory:
         fused: FusedForm = "out_in",
         weighs_input: bool = False,
         latent_size: int | None = None,
+        has_expert_scale: bool = False,
     ) -> Experts:
         """A mixture of experts; `layers/experts.py: expert_rules` makes its weight rules.
 
@@ -242,9 +244,8 @@ class LayerFactory:
         `{name}.down` (slots `{expert}`), and where asked for `{name}.shared` (an MLP) and `{name}.shared_gate`.
 
         Args:
-            intermediate_size: inner features of each routed expert.
             router_dtype: the router is held and computed in; None is that of the model.
-            shared_size: inner features of the shared expert, of several ones together; None is none.
+            intermediate_size, shared_size: inner features of each routed expert, and of all shared ones together.
             fused: how a checkpoint with all experts in one tensor has them.
             latent_size: routed experts see a projection to so many features, and their sum is projected back: modules
                 `{name}.into_latent` and `{name}.from_latent`.
@@ -259,8 +260,9 @@ class LayerFactory:
         )
         router = builder.router(hidden_size, routing.num_experts, bias=router_bias, dtype=router_dtype)
         correction = builder.correction(routing.num_experts) if has_correction else None
+        expert_scale = builder.expert_scale(routing.num_experts) if has_expert_scale else None
         shared_gate = builder.shared_gate(hidden_size) if has_shared_gate else None
-        self.modules += [module for module in (routed, router, correction, shared_gate) if module is not None]
+        self.modules += filter(None, (routed, router, correction, expert_scale, shared_gate))
         shared = latent = None
         if shared_size is not None:
             part, size = f"{name}.shared", shared_size
@@ -273,7 +275,7 @@ class LayerFactory:
             latent = (into, self.linear(f"{name}.from_latent", latent_size, hidden_size))
         return Experts(
             router, routed, backend=builder.backend, routing=routing, correction=correction, shared=shared,
-            shared_gate=shared_gate, router_dtype=router_dtype, latent=latent,
+            shared_gate=shared_gate, router_dtype=router_dtype, latent=latent, expert_scale=expert_scale,
             max_num_tokens=self.experts_setup.max_num_tokens,
         )  # fmt: skip
 

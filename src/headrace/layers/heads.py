@@ -115,6 +115,28 @@ class KeysAsValues:
         return replace(packed, qkv=torch.cat((packed.qkv, keys), 1))
 
 
+class HandedOn:
+    """Keys and values stay for later layers, not normed and turned yet (Gemma 4's small ones). The last step."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def __call__(self, packed: Projected, step: ForwardStep) -> Projected:
+        width = packed.num_heads * packed.head_dim
+        step.carried[f"keys of {self.layer}"] = packed.qkv[:, width:].clone()  # whoever takes `packed` may overwrite it
+        return packed
+
+
+class TakenOver:
+    """The projection has queries alone: keys and values are what `HandedOn` left. The first step."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def __call__(self, packed: Projected, step: ForwardStep) -> Projected:
+        return replace(packed, qkv=torch.cat((packed.qkv, step.carried[f"keys of {self.layer}"]), 1))
+
+
 class ValueNorm:
     """An RMS norm without a weight over each value head (Gemma 4)."""
 

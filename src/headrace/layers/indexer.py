@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.attention._latent import IndexProjected, IndexSpec
 from headrace.kernels.rope import apply_rope
 from headrace.layers.factory import LayerFactory
+from headrace.layers.hf_config import HfConfig
 from headrace.layers.linear import Linear, replicated_linear
 from headrace.layers.norm import Norm
 from headrace.layers.port import Act, Rope
@@ -19,6 +20,8 @@ INDEXER_RULES = {
 """The names that Hugging Face checkpoints use."""
 
 NORM_EPS = 1e-6
+FULL, SHARED = "full", "shared"
+"""A layer chooses itself, or takes the choice of an earlier one."""
 
 
 class Indexer:
@@ -68,3 +71,24 @@ def indexer(
         spec=spec,
         interleaved=interleaved,
     )
+
+
+def indexer_kinds(config: HfConfig, *, first: int = 0) -> list[str]:
+    """`full` or `shared` by layer: stated, as a pattern of F and S, or every so many layers.
+
+    Args:
+        first: layer that attends.
+    """
+    count = config.integer("num_hidden_layers")
+    stated = config.get("indexer_types") or config.get("index_topk_pattern")
+    if stated is None:
+        every = max(config.integer("index_topk_freq", 1, least=0), 1)
+        offset = config.integer("index_skip_topk_offset", 2, least=0)
+        return [SHARED if max(layer - offset + 1, 0) % every else FULL for layer in range(count)]
+    kinds = [{"F": FULL, "S": SHARED}.get(kind, str(kind)) for kind in stated]
+    if len(kinds) != count or set(kinds) - {FULL, SHARED} or kinds[first] != FULL:
+        raise ValueError(
+            f"{config.place}: indexer_types must state full or shared for each of {count} layers, the first one that"
+            f" attends full, not {stated!r}"
+        )
+    return kinds

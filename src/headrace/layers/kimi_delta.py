@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,38 @@ from headrace.layers.port import Act, LiveState, StateSpec
 from headrace.layers.recurrent import SmallWeights
 from headrace.layers.weights import Part, Slot
 
+BLOCK, PART = "model.layers.*.self_attn", "layers.*.delta"
+DELTA_RULES: Mapping[str, str] = {
+    **{f"{BLOCK}.{slot}_proj.*": f"{PART}.qkv.*:{slot}" for slot in ("q", "k", "v")},
+    **{f"{BLOCK}.{slot}_conv1d.weight": f"{PART}.conv:{slot}" for slot in ("q", "k", "v")},
+    f"{BLOCK}.b_proj.*": f"{PART}.beta.*",
+    f"{BLOCK}.f_a_proj.*": f"{PART}.down.*:forget",
+    f"{BLOCK}.f_b_proj.*": f"{PART}.forget.*",
+    f"{BLOCK}.g_a_proj.*": f"{PART}.down.*:gate",
+    f"{BLOCK}.g_b_proj.*": f"{PART}.gate.*",
+    f"{BLOCK}.A_log": f"{PART}.decay",
+    f"{BLOCK}.dt_bias": f"{PART}.time_bias",
+    f"{BLOCK}.o_norm.weight": f"{PART}.norm",
+    f"{BLOCK}.o_proj.*": f"{PART}.out.*",
+}
+"""The names that Hugging Face checkpoints use."""
+
+
+def beside_delta(rules: Mapping[str, str], layers: Sequence[int]) -> dict[str, str]:
+    """Weight rules of both kinds: some projections are called the same in these layers, which stand first.
+
+    Args:
+        rules: of the other kind.
+        layers: of it.
+    """
+    same = {
+        name.replace("*", str(index), 1): place.replace("*", str(index), 1)
+        for index in layers
+        for name, place in rules.items()
+        if name in DELTA_RULES
+    }
+    return {**same, **DELTA_RULES, **{name: place for name, place in rules.items() if name not in DELTA_RULES}}
+
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaSizes:
@@ -27,6 +60,10 @@ class KimiDeltaSizes:
     num_heads: int
     dim: int
     kernel: int
+    lower_bound: float | None = None
+    """Of the decay's logarithm, which comes near it by a sigmoid; None: it has none."""
+    is_decay_flat: bool = False
+    """A checkpoint has it as [heads], not as [1, 1, heads, 1]."""
 
 
 class KimiDeltaProjected(NamedTuple):
@@ -89,12 +126,16 @@ class KimiDelta:
         conv, state = live.tensors
         mixed = short_conv(projected.qkv, small["conv"][:, 0], None, conv, live.step)
         q, k, v = (part.unflatten(-1, by_head) for part in mixed.chunk(3, -1))
-        speed = F.softplus(projected.decay.float() + small["time_bias"].float().view(by_head))
+        speed, rate = projected.decay.float() + small["time_bias"].float().view(by_head), small["decay"].float().exp()
+        if self.sizes.lower_bound is None:
+            decay = -rate.view(-1, 1) * F.softplus(speed)
+        else:
+            decay = self.sizes.lower_bound * torch.sigmoid(rate.view(-1, 1) * speed)
         out = delta_rule(
             q,
             k,
             v,
-            decay=-small["decay"].float().exp().view(-1, 1) * speed,
+            decay=decay,
             beta=projected.beta.float().sigmoid(),
             state=state,
             step=live.step,
@@ -124,7 +165,11 @@ def kimi_delta(
         name,
         {
             "conv": [Slot(slot, (width, 1, sizes.kernel), Part(0, *share)) for slot in ("q", "k", "v")],
-            "decay": [Slot("", (1, 1, sizes.num_heads, 1), Part(2, start, stop))],
+            "decay": [
+                Slot("", (sizes.num_heads,), Part(0, start, stop))
+                if sizes.is_decay_flat
+                else Slot("", (1, 1, sizes.num_heads, 1), Part(2, start, stop))
+            ],
             "time_bias": [Slot("", (width,), Part(0, *share))],
             "norm": [Slot("", (dim,))],
         },
@@ -132,7 +177,7 @@ def kimi_delta(
         device=factory.device,
     )
     factory.modules.append(small)
-    local = KimiDeltaSizes(stop - start, dim, sizes.kernel)
+    local = replace(sizes, num_heads=stop - start)
     channels = 3 * local.num_heads * dim
     return KimiDelta(
         qkv=factory.column(

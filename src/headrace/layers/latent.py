@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from headrace.attention._latent import Choice, LatentProjected, LatentSpec
+from headrace.attention._compressed import PoolProjected
+from headrace.attention._latent import Choice, IndexProjected, LatentProjected, LatentSpec
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.indexer import Indexer
 from headrace.layers.linear import Linear, Output, column_linear
 from headrace.layers.norm import Norm
-from headrace.layers.port import Act, ForwardStep, Mixer
+from headrace.layers.port import Act, ForwardStep, Mixer, Rope
 from headrace.layers.rope import RopeSettings, score_scale
 from headrace.layers.weights import Parameter
 
@@ -56,7 +58,7 @@ class LatentSizes:
             q_rank=config.optional_integer("q_lora_rank"),
             rank=config.integer("kv_lora_rank"),
             nope_dim=config.integer("qk_nope_head_dim"),
-            rope_dim=config.integer("qk_rope_head_dim"),
+            rope_dim=config.integer("qk_rope_head_dim", least=0),
             v_dim=config.integer("v_head_dim"),
         )
 
@@ -88,6 +90,18 @@ class Unfold:
         return self._keys, self._values
 
 
+class Chooser(Protocol):
+    """An indexer of any kind."""
+
+    def project(self, act: Act, q_act: Act, rope: Rope) -> IndexProjected | PoolProjected:
+        """
+        Args:
+            act: [tokens, hidden], what the layer's first products take.
+            q_act: [tokens, q rank], what queries are made of.
+        """
+        ...
+
+
 class LatentAttention:
     """The projections around attending. `down` yields what queries and latents are made of, in one product."""
 
@@ -103,7 +117,7 @@ class LatentAttention:
         spec: LatentSpec,
         rope: str,
         interleaved: bool,
-        indexer: Indexer | None = None,
+        indexer: Chooser | None = None,
         is_sparse: bool = False,
     ) -> None:
         """
@@ -174,7 +188,7 @@ def latent_attention(
     bias: bool,
     interleaved: bool,
     rope: str = "all",
-    indexer: Indexer | None = None,
+    indexer: Chooser | None = None,
     is_sparse: bool = False,
 ) -> LatentAttention:
     """Modules `{name}.down` (slots q, kv), `{name}.q_norm`, `{name}.q`, `{name}.kv_norm`, `{name}.kv`, `{name}.out`.
@@ -215,7 +229,7 @@ def latent_attention(
             nope_dim=sizes.nope_dim,
             v_dim=sizes.v_dim,
             scale=q_dim**-0.5 * score_scale(settings),
-            index=None if indexer is None else indexer.spec,
+            index=indexer.spec if isinstance(indexer, Indexer) else None,
         ),
         rope=rope,
         interleaved=interleaved,

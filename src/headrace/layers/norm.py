@@ -160,7 +160,11 @@ class Norm:
 
     def settle(self, partial: Tensor, residual: Tensor) -> Tensor:
         """Normalise the sum of partial over ranks and add it to the residual: a norm after a block (Gemma)."""
-        return residual + self.scale(self.parallel.collectives.all_reduce(partial))
+        return residual + self.reduced(partial)
+
+    def reduced(self, partial: Tensor) -> Tensor:
+        """The sum of partial over ranks, normalised."""
+        return self.scale(self.parallel.collectives.all_reduce(partial))
 
 
 class HeadNorm:

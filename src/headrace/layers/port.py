@@ -36,10 +36,11 @@ class Rope(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardStep:
-    """What layers read of a step: positions, and cos/sin by rope kind (filled by the runner once a step)."""
+    """What layers read of a step: positions, cos/sin by rope kind (filled by the runner once a step), token ids."""
 
     positions: Tensor  # [tokens] int64
     ropes: dict[str, Rope]
+    ids: Tensor  # [tokens] int64
     carried: dict[str, Any] = field(default_factory=dict[str, Any])
     """What layers hand on to later ones in this step."""
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.quant._fixed import Fixed
 from headrace.quant.fp8 import Fp8
 from headrace.quant.fp8_block import Fp8Block
 from headrace.quant.fp8_dynamic import Fp8Dynamic
 from headrace.quant.fp8_on_load import Fp8OnLoad
 from headrace.quant.mxfp4 import Mxfp4
+from headrace.quant.mxfp4_packed import Mxfp4Packed
 from headrace.quant.none import Dense
 from headrace.quant.port import ExpertsRecipe, Recipe
 
@@ -55,6 +57,11 @@ class Recipes:
     """The checkpoint asks for an FP8 cache."""
     experts: ExpertsRecipe | None = None
     """Of routed experts, where theirs is another recipe than the linears'."""
+
+    def fixed(self) -> Recipes:
+        """The same weights, multiplied alike whatever the number of rows is (`deterministic`)."""
+        plain = Fixed(self.plain)
+        return replace(self, quantised=plain if self.quantised is self.plain else Fixed(self.quantised), plain=plain)
 
     def __call__(self, name: str) -> Recipe:
         """name: of a linear as the layer factory has it.
@@ -174,7 +181,11 @@ def _fp8(stated: Mapping[str, Any], place: str) -> Recipes:
     else:
         raise ValueError(f"{place}: activation_scheme {scheme!r} is not known: it is static or dynamic")
     ignored = stated.get("ignored_layers") or stated.get("modules_to_not_convert")
-    return Recipes(recipe, Dense(), _names(ignored, place), stated.get("kv_cache_scheme") == "static")
+    of_experts = stated.get("expert_dtype", "fp8")
+    if of_experts not in ("fp8", "fp4"):
+        raise ValueError(f"{place}: expert_dtype {of_experts!r} is not served: fp8 and fp4 are")
+    experts = Mxfp4Packed() if of_experts == "fp4" else None
+    return Recipes(recipe, Dense(), _names(ignored, place), stated.get("kv_cache_scheme") == "static", experts)
 
 
 def _compressed(stated: Mapping[str, Any], place: str) -> Recipes:

@@ -17,6 +17,25 @@ FUSED = "fused"
 """The slot of a tensor that holds all experts."""
 
 
+class ByExpert:
+    """A number for each expert of the model: the parameter `name`."""
+
+    def __init__(self, name: str, num_experts: int, *, dtype: torch.dtype, device: torch.device, init: Init) -> None:
+        self._values = Parameter(name, [Slot("", (num_experts,))], dtype=dtype, device=device, init=init)
+        self._loaded: Tensor | None = None
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (self._values,)
+
+    def finish(self) -> None:
+        self._loaded = self._values.take()
+
+    def ready(self) -> Tensor:
+        assert self._loaded is not None, f"{self._values.name} is not loaded"
+        return self._loaded
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsShare:
     """What a rank holds of a layer's experts, as [start, stop)."""

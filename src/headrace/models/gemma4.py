@@ -1,22 +1,27 @@
 """Gemma 4, text (Gemma team 2026): full layers with heads of a size of their own, whose keys may be their values too.
 
-Served is the structure of the dense 31B. Per-layer embeddings and shared keys and values (E2B, E4B) and the experts of
-26B-A4B are refused by name.
+The small ones (E2B, E4B) add an embedding for each layer, and their last layers attend to what earlier ones keep;
+26B-A4B has experts beside each MLP.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from headrace.layers.attention import Attention
 from headrace.layers.blocks import SandwichLayer
 from headrace.layers.causal import TIED
 from headrace.layers.decoder import QK_NORM_RULES, ROTARY_NAMES, SANDWICH_RULES, Decoder
+from headrace.layers.experts import Experts, Routing, expert_act, expert_rules
 from headrace.layers.factory import LayerFactory
-from headrace.layers.heads import HeadStep, KeysAsValues
+from headrace.layers.heads import HandedOn, HeadStep, KeysAsValues, TakenOver
 from headrace.layers.hf_config import HeadSizes, HfConfig
 from headrace.layers.norm import Factor, Norm
-from headrace.layers.port import Act
+from headrace.layers.per_layer import PER_LAYER_RULES, LayerInput, LayerInputs, layer_input, layer_inputs
+from headrace.layers.port import ForwardStep, Mixer
 from headrace.layers.rope import RopeSettings, rope_settings
 from headrace.layers.weights import WeightMap
 from headrace.layers.window import FULL, SLIDING, layer_kinds
@@ -34,7 +39,9 @@ DEFAULTS = {
     "global_head_dim": 512,
     "max_position_embeddings": 131_072,
     "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
     "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
     "tie_word_embeddings": True,
 }
 """What transformers takes for keys that a config leaves out."""
@@ -44,7 +51,18 @@ ROPE = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 
-RULES = {**SANDWICH_RULES, **QK_NORM_RULES, "model.layers.*.layer_scalar": "layers.*.factor.weight"}
+LAYER = "model.layers.*"
+RULES = {
+    **SANDWICH_RULES,
+    **QK_NORM_RULES,
+    **PER_LAYER_RULES,
+    **expert_rules(LAYER, "layers.*.experts", router="router.proj"),
+    f"{LAYER}.router.scale": "layers.*.experts.seen_norm.weight",
+    f"{LAYER}.pre_feedforward_layernorm_2.weight": "layers.*.experts.norm.weight",
+    f"{LAYER}.post_feedforward_layernorm_1.weight": "layers.*.experts.mlp_post_norm.weight",
+    f"{LAYER}.post_feedforward_layernorm_2.weight": "layers.*.experts.post_norm.weight",
+    f"{LAYER}.layer_scalar": "layers.*.factor.weight",
+}
 
 BESIDE = tuple(
     f"model.{part}.**"
@@ -55,11 +73,63 @@ BESIDE = tuple(
 RENAMED = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 
 
-class Gemma4Layer(SandwichLayer):
-    factor: Factor
+class Carried(NamedTuple):
+    """From `before` to `after`."""
 
-    def after(self, mixed: Act, residual: Tensor) -> tuple[None, Tensor]:
-        _, residual = super().after(mixed, residual)
+    heads: Any
+    """What `mix` takes, then what it answers."""
+    own: Tensor | None  # [tokens, features], this layer's embedding of the tokens
+
+
+class BesideMlp:
+    """Experts beside the MLP. Both see what attention left, and their router sees it normed by itself."""
+
+    def __init__(
+        self, experts: Experts, *, seen_norm: Norm, norm: Norm, mlp_post_norm: Norm, post_norm: Norm, scale: float
+    ) -> None:
+        """
+        Args:
+            scale: what the router's input is multiplied with.
+        """
+        self.experts = experts
+        self.seen_norm = seen_norm
+        self.norm = norm
+        self.mlp_post_norm = mlp_post_norm
+        self.post_norm = post_norm
+        self.scale = scale
+
+    def __call__(self, mlp: Tensor, residual: Tensor) -> Tensor:
+        """mlp: [tokens, hidden], partial -> [tokens, hidden], of the MLP and the experts, summed over ranks"""
+        seen = self.seen_norm(None, residual)[0].data * self.scale
+        routed = self.experts.run(self.norm(None, residual)[0].data, seen)
+        return self.post_norm.settle(routed, self.mlp_post_norm.reduced(mlp))
+
+
+class Gemma4Layer(SandwichLayer):
+    attention: Attention
+    factor: Factor
+    experts: BesideMlp | None
+    own: LayerInput | None
+
+    def before(self, partial: Tensor | None, residual: Tensor, step: ForwardStep) -> tuple[Carried, Tensor]:
+        own = None if self.own is None else self.own.find(step, residual)
+        heads, residual = super().before(partial, residual, step)
+        return Carried(heads, own), residual
+
+    def mix(self, mixer_input: Carried, mixer: Mixer) -> Carried:
+        return mixer_input._replace(heads=super().mix(mixer_input.heads, mixer))
+
+    def after(self, mixed: Carried, residual: Tensor) -> tuple[None, Tensor]:
+        residual = self.attention_post_norm.settle(self.attention.output(mixed.heads), residual)
+        act, residual = self.mlp_norm(None, residual)
+        partial = self.mlp(act)
+        if self.experts is None:
+            residual = self.mlp_post_norm.settle(partial, residual)
+        else:
+            residual = residual + self.mlp_post_norm.scale(self.experts(partial, residual))
+        if self.own is not None:
+            assert mixed.own is not None
+            residual = self.own(residual, mixed.own)
         return None, self.factor(residual)
 
 
@@ -68,6 +138,7 @@ class Gemma4Model(Decoder):
 
     model_types = ("gemma4_text", "gemma4")
     layer_kinds = frozenset({"full", "window"})
+    has_experts = True
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         text = _text_config(config)
@@ -76,9 +147,15 @@ class Gemma4Model(Decoder):
         kinds[-1] = FULL
         is_tied = text.flag("tie_word_embeddings", True)
         embedding = factory.embedding("embed", vocab_size, hidden_size)
+        inputs = _layer_inputs(text, factory)
+        layers: list[Gemma4Layer] = []
+        sources = _sources(text, kinds)
+        for index, source in enumerate(sources):
+            kept = None if source is None else (source, layers[source].attention)
+            layers.append(_layer(text, factory, index, kind=kinds[index], inputs=inputs, source=kept))
         super().__init__(
             embedding=embedding,
-            layers=[_layer(text, factory, index, kind=kind) for index, kind in enumerate(kinds)],
+            layers=layers,
             norm=factory.norm("norm", hidden_size, eps=text.number("rms_norm_eps", 1e-6)),
             head=factory.head(
                 "head",
@@ -94,8 +171,11 @@ class Gemma4Model(Decoder):
             max_position=text.integer("max_position_embeddings"),
         )
         self.embedding_scale = torch.tensor(hidden_size**0.5, dtype=factory.dtype, device=factory.device)
+        # Checkpoints have keys and values of layers that attend to another's, too.
+        shared = [f"model.layers.{index}.self_attn" for index, source in enumerate(sources) if source is not None]
+        unused = [f"{layer}.{part}.*" for layer in shared for part in ("k_proj", "v_proj", "k_norm")]
         self._weights = factory.weight_map(
-            RULES, ignored=(*ROTARY_NAMES, *BESIDE), tied=TIED if is_tied else {}, renamed=RENAMED
+            RULES, ignored=(*ROTARY_NAMES, *BESIDE, *unused), tied=TIED if is_tied else {}, renamed=RENAMED
         )
 
     def weight_map(self) -> WeightMap:
@@ -111,12 +191,35 @@ def _text_config(config: HfConfig) -> HfConfig:
     text = text.with_defaults({**DEFAULTS, **({} if tie is None else {"tie_word_embeddings": tie})})
     if text.get("use_bidirectional_attention") == "all":
         raise ValueError(f"{text.place}: use_bidirectional_attention is for embedding models, which are not served")
-    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"):
-        if text.get(key):
-            raise ValueError(
-                f"{text.place}: Gemma 4 with {key} {text.get(key)} is not served yet: its dense models without it are"
-            )
     return text
+
+
+def _sources(config: HfConfig, kinds: list[str]) -> list[int | None]:
+    """The layer that each of the last `num_kv_shared_layers` attends to: the last before them of its kind."""
+    first = len(kinds) - config.integer("num_kv_shared_layers", 0, least=0)
+    own = kinds[: max(first, 0)]
+    missing = set(kinds) - set(own)
+    if missing:
+        raise ValueError(
+            f"{config.place}: num_kv_shared_layers {len(kinds) - first} of {len(kinds)} layers leaves no"
+            f" {sorted(missing)[0]} whose keys and values the others could share"
+        )
+    last = {kind: index for index, kind in enumerate(own)}
+    return [None if index < first else last[kind] for index, kind in enumerate(kinds)]
+
+
+def _layer_inputs(config: HfConfig, factory: LayerFactory) -> LayerInputs | None:
+    features = config.integer("hidden_size_per_layer_input", 0, least=0)
+    if not features:
+        return None
+    return layer_inputs(
+        factory,
+        vocab_size=config.integer("vocab_size_per_layer_input"),
+        hidden_size=config.integer("hidden_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        features=features,
+        eps=config.number("rms_norm_eps", 1e-6),
+    )
 
 
 def _rope_settings(config: HfConfig, kind: str) -> RopeSettings:
@@ -137,40 +240,87 @@ def _heads(config: HfConfig, kind: str, layer: int) -> HeadSizes:
     return heads
 
 
-def _layer(config: HfConfig, factory: LayerFactory, index: int, *, kind: str) -> Gemma4Layer:
-    name = f"layers.{index}"
-    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+def _attention(
+    config: HfConfig, factory: LayerFactory, index: int, *, kind: str, source: tuple[int, Attention] | None
+) -> Attention:
+    name, eps = f"layers.{index}.attention", config.number("rms_norm_eps", 1e-6)
     heads, has_bias = _heads(config, kind, index), config.flag("attention_bias", False)
     shares_keys = kind == FULL and config.flag("attention_k_eq_v", False)
     steps: list[HeadStep] = [KeysAsValues(heads["head_dim"])] if shares_keys else []
+    steps += [factory.value_norm(heads["head_dim"], eps=eps), HandedOn(index)]
+    return factory.attention(
+        name,
+        **heads,
+        rope=kind,
+        scale=1.0,
+        window=config.integer("sliding_window") if kind == SLIDING else None,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        has_values=not shares_keys,
+        q_norm=factory.head_norm(f"{name}.q_norm", heads["head_dim"], eps=eps),
+        k_norm=factory.head_norm(f"{name}.k_norm", heads["head_dim"], eps=eps) if source is None else source[1].k_norm,
+        steps=steps if source is None else [TakenOver(source[0])],
+        source=source,
+    )
+
+
+def _layer(
+    config: HfConfig,
+    factory: LayerFactory,
+    index: int,
+    *,
+    kind: str,
+    inputs: LayerInputs | None,
+    source: tuple[int, Attention] | None,
+) -> Gemma4Layer:
+    name = f"layers.{index}"
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+    act = config.text("hidden_activation", "gelu_pytorch_tanh")
+    is_wide = source is not None and config.flag("use_double_wide_mlp", False)
 
     def norm(part: str) -> Norm:
         return factory.norm(f"{name}.{part}", hidden_size, eps=eps)
 
     layer = Gemma4Layer(
         input_norm=norm("input_norm"),
-        attention=factory.attention(
-            f"{name}.attention",
-            **heads,
-            rope=kind,
-            scale=1.0,
-            window=config.integer("sliding_window") if kind == SLIDING else None,
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-            has_values=not shares_keys,
-            q_norm=factory.head_norm(f"{name}.attention.q_norm", heads["head_dim"], eps=eps),
-            k_norm=factory.head_norm(f"{name}.attention.k_norm", heads["head_dim"], eps=eps),
-            steps=[*steps, factory.value_norm(heads["head_dim"], eps=eps)],
-        ),
+        attention=_attention(config, factory, index, kind=kind, source=source),
         attention_post_norm=norm("attention_post_norm"),
         mlp_norm=norm("mlp_norm"),
         mlp=factory.mlp(
             f"{name}.mlp",
             hidden_size=hidden_size,
-            intermediate_size=config.integer("intermediate_size"),
-            act=config.text("hidden_activation", "gelu_pytorch_tanh"),
+            intermediate_size=config.integer("intermediate_size") * (2 if is_wide else 1),
+            act=act,
         ),
         mlp_post_norm=norm("mlp_post_norm"),
     )
+    layer.experts = _experts(config, factory, f"{name}.experts") if config.flag("enable_moe_block", False) else None
+    layer.own = None
+    if inputs is not None:
+        layer.own = layer_input(factory, f"{name}.own", inputs, layer=index, hidden_size=hidden_size, act=act, eps=eps)
     layer.factor = factory.factor(f"{name}.factor")
     return layer
+
+
+def _experts(config: HfConfig, factory: LayerFactory, name: str) -> BesideMlp:
+    hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
+    experts = factory.experts(
+        name,
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        routing=Routing(config.integer("num_experts"), config.integer("top_k_experts"), normalise=True),
+        act=expert_act(config.text("hidden_activation", "gelu_pytorch_tanh")),
+        has_expert_scale=True,
+    )
+
+    def norm(part: str) -> Norm:
+        return factory.norm(f"{name}.{part}", hidden_size, eps=eps)
+
+    return BesideMlp(
+        experts,
+        seen_norm=norm("seen_norm"),
+        norm=norm("norm"),
+        mlp_post_norm=norm("mlp_post_norm"),
+        post_norm=norm("post_norm"),
+        scale=hidden_size**-0.5,
+    )

@@ -7,12 +7,10 @@ from typing import Any, ClassVar
 
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.indexer import Indexer
+from headrace.layers.indexer import SHARED, Indexer, indexer_kinds
 from headrace.models._deepseek import V3_DEFAULTS, LatentDecoder, stated_indexer
 
 __all__ = ["GlmMoeDsaModel"]
-
-FULL, SHARED = "full", "shared"
 
 
 class GlmMoeDsaModel(LatentDecoder):
@@ -40,20 +38,3 @@ class GlmMoeDsaModel(LatentDecoder):
         if indexer_kinds(config)[index] == SHARED:
             return None
         return stated_indexer(config, factory, name, interleaved=True)
-
-
-def indexer_kinds(config: HfConfig) -> list[str]:
-    """`full` or `shared` by layer: stated, as a pattern of F and S, or every so many layers."""
-    count = config.integer("num_hidden_layers")
-    stated = config.get("indexer_types") or config.get("index_topk_pattern")
-    if stated is None:
-        every = max(config.integer("index_topk_freq", 1, least=0), 1)
-        offset = config.integer("index_skip_topk_offset", 2, least=0)
-        return [SHARED if max(layer - offset + 1, 0) % every else FULL for layer in range(count)]
-    kinds = [{"F": FULL, "S": SHARED}.get(kind, str(kind)) for kind in stated]
-    if len(kinds) != count or set(kinds) - {FULL, SHARED} or kinds[0] != FULL:
-        raise ValueError(
-            f"{config.place}: indexer_types must state full or shared for each of {count} layers, the first one full,"
-            f" not {stated!r}"
-        )
-    return kinds

@@ -13,7 +13,7 @@ from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
 from headrace.layers.experts import Experts, corrected_routing, expert_act, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.kimi_delta import KimiDeltaSizes, kimi_delta
+from headrace.layers.kimi_delta import BLOCK, KimiDeltaSizes, beside_delta, kimi_delta
 from headrace.layers.latent import LatentSizes, latent_attention
 from headrace.layers.mlp import Mlp
 from headrace.layers.port import Layer, Rope
@@ -24,7 +24,6 @@ from headrace.layers.weights import Fused
 __all__ = ["KimiLinearModel"]
 
 LINEAR, FULL = "linear_attention", "full_attention"
-BLOCK, PART = "model.layers.*.self_attn", "layers.*.delta"
 EXPERTS = "model.layers.*.block_sparse_moe"
 LATENT_NORM_EPS = 1e-6
 """Of the latent's norm, whatever `rms_norm_eps` is."""
@@ -37,17 +36,6 @@ RULES: Mapping[str, str] = {
         f"{EXPERTS}.{stored}_proj.*": f"layers.*.mlp.gate_up.*:{stored}" for stored in ("gate", "up")
     },
     f"{EXPERTS}.down_proj.*": "layers.*.mlp.down.*",
-    **{f"{BLOCK}.{slot}_proj.*": f"{PART}.qkv.*:{slot}" for slot in ("q", "k", "v")},
-    **{f"{BLOCK}.{slot}_conv1d.weight": f"{PART}.conv:{slot}" for slot in ("q", "k", "v")},
-    f"{BLOCK}.b_proj.*": f"{PART}.beta.*",
-    f"{BLOCK}.f_a_proj.*": f"{PART}.down.*:forget",
-    f"{BLOCK}.f_b_proj.*": f"{PART}.forget.*",
-    f"{BLOCK}.g_a_proj.*": f"{PART}.down.*:gate",
-    f"{BLOCK}.g_b_proj.*": f"{PART}.gate.*",
-    f"{BLOCK}.A_log": f"{PART}.decay",
-    f"{BLOCK}.dt_bias": f"{PART}.time_bias",
-    f"{BLOCK}.o_norm.weight": f"{PART}.norm",
-    f"{BLOCK}.o_proj.*": f"{PART}.out.*",
 }
 
 ALIASES: Mapping[str, str] = {
@@ -94,7 +82,7 @@ class KimiLinearModel(CausalLm):
             config,
             factory,
             layer=lambda name, index: _layer(config, factory, name, index, kinds[index]),
-            rules=_rules(config, kinds),
+            rules={**RULES, **beside_delta(LatentSizes.of(config).rules, _full(kinds))},
             ropes={} if rope is None else {"all": rope},
             positions=config.integer("max_position_embeddings"),
             fused=_fused(_sizes(config)),
@@ -166,17 +154,8 @@ def _unified(config: HfConfig) -> HfConfig:
     return HfConfig(values, place=config.place).with_defaults(DEFAULTS)
 
 
-def _rules(config: HfConfig, kinds: Sequence[str]) -> dict[str, str]:
-    """Some projections are called the same in both kinds of layer: those of latent attention by layer, before all."""
-    latent = LatentSizes.of(config).rules
-    full = [str(index) for index, kind in enumerate(kinds) if kind == FULL]
-    same = {
-        name.replace("*", index, 1): place.replace("*", index, 1)
-        for index in full
-        for name, place in latent.items()
-        if name in RULES
-    }
-    return {**same, **RULES, **{name: place for name, place in latent.items() if name not in RULES}}
+def _full(kinds: Sequence[str]) -> list[int]:
+    return [index for index, kind in enumerate(kinds) if kind == FULL]
 
 
 def _sizes(config: HfConfig) -> KimiDeltaSizes:

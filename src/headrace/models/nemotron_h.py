@@ -88,7 +88,7 @@ class NemotronHModel(CausalLm):
             norm=factory.norm("norm", config.integer("hidden_size"), eps=config.number("layer_norm_epsilon")),
             ropes={},
             positions=config.integer("max_position_embeddings"),
-            ignored=("mtp.**", "model.mtp.**"),
+            kept=("mtp.**", "model.mtp.**"),
             fused=mamba_fused(BLOCK, _mamba_sizes(config)) if MAMBA in kinds else {},
             renamed=RENAMED,
         )

@@ -311,8 +311,8 @@ def _combine_kernel(results, ids, out, hidden, first_expert, num_experts, TOP_K:
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         expert = tl.load(ids + pair) - first_expert
-        here = (expert >= 0) & (expert < num_experts)
-        total += tl.load(results + pair * hidden + at, mask=(at < hidden) & here, other=0.0).to(tl.float32)
+        end = tl.where((expert >= 0) & (expert < num_experts), hidden, 0)  # nothing of another rank's expert
+        total += tl.load(results + pair * hidden + at, mask=at < end, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + at, total.to(out.dtype.element_ty), mask=at < hidden)
 
 

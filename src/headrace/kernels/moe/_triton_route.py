@@ -69,6 +69,8 @@ def _route_kernel(
         scores = scores / tl.sum(scores, 0)
     if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-scores))
+    if SCORING == "sqrt_softplus":
+        scores = tl.sqrt(tl.maximum(scores, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(scores))))
     choice = scores
     if HAS_CORRECTION:
         choice += tl.load(correction + expert, mask=mask, other=0.0)

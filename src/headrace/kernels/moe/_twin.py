@@ -18,15 +18,25 @@ TINY_SUM = 1e-20
 
 def route_twin(logits: Tensor, correction: Tensor | None, routing: Routing) -> Routed:
     """The contract of `MoeBackend.route`. Of equal scores the first expert wins."""
-    wide = logits.float()
-    if routing.scoring == "softmax":
-        scores = torch.softmax(wide, -1)
-    else:
-        scores = torch.sigmoid(wide) if routing.scoring == "sigmoid" else wide
+    scores = scores_of(logits, routing)
     choice = scores if correction is None else scores + correction
     if routing.num_groups > 1:
         choice = choice.masked_fill(~allowed(choice, routing), float("-inf"))
-    ids = top(choice, routing.top_k)
+    return weighed(scores, top(choice, routing.top_k), routing)
+
+
+def scores_of(logits: Tensor, routing: Routing) -> Tensor:
+    """[tokens, experts] -> float32; of `..._top` the logits"""
+    wide = logits.float()
+    if routing.scoring == "softmax":
+        return torch.softmax(wide, -1)
+    if routing.scoring == "sqrt_softplus":
+        return F.softplus(wide).sqrt()
+    return torch.sigmoid(wide) if routing.scoring == "sigmoid" else wide
+
+
+def weighed(scores: Tensor, ids: Tensor, routing: Routing) -> Routed:
+    """Experts that are chosen already, with their weights. ids: [tokens, top_k] int64"""
     weights = scores.gather(1, ids)
     if routing.scoring == "softmax_top":
         weights = torch.softmax(weights, -1)

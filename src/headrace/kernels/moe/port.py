@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.kernels.quantise import PLAIN, Form
 
-Scoring = Literal["softmax", "sigmoid", "softmax_top", "sigmoid_top"]
+Scoring = Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_top", "sigmoid_top"]
 """Scores of all experts, or (`..._top`) of the chosen ones only, which are then chosen by their logits."""
 GroupScore = Literal["max", "top2"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]

@@ -31,9 +31,8 @@ class TritonMoe:
         num_tokens, top_k = routed.ids.shape
         num_pairs, num_experts = num_tokens * top_k, prepared.gate_up.num_experts
         first_expert = prepared.first_expert
-        tiles = launch_sort(
-            routed.ids, num_experts=num_experts, first_expert=first_expert, rows=tile_rows(num_pairs, num_experts)
-        )
+        rows = self.rows_of_tile(num_pairs, num_experts)
+        tiles = launch_sort(routed.ids, num_experts=num_experts, first_expert=first_expert, rows=rows)
         factors: Tensor | None = routed.weights.flatten()
         if prepared.weighs_input:
             x, factors = (x.unsqueeze(1) * routed.weights.unsqueeze(2)).to(x.dtype).flatten(0, 1), None
@@ -56,6 +55,9 @@ class TritonMoe:
             out_dtype=x.dtype,
         )
         return launch_combine(results, routed.ids, first_expert=first_expert, num_experts=num_experts)
+
+    def rows_of_tile(self, num_pairs: int, num_experts: int) -> int:
+        return tile_rows(num_pairs, num_experts)
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> int:

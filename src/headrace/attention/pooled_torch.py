@@ -1,0 +1,77 @@
+"""The oracle backend of attention over pools of tokens: plain torch on any device. It asks the device for lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headrace.attention._compressed import PoolProjected
+from headrace.attention._latent import LatentCache, LatentProjected
+from headrace.attention._layout import BlockLayout
+from headrace.attention._pooled import PooledCache, PooledSpec
+from headrace.attention.compressed_torch import add_entries
+from headrace.attention.latent_cpu import LatentCpu
+from headrace.attention.port import AttentionStep
+from headrace.kernels.compressed_attention import entry_choice
+from headrace.kernels.pool_windows import closing_tokens
+from headrace.kernels.quantise import PLAIN, Form, Quantised
+
+__all__ = ["PooledTorch"]
+
+
+class PooledTorch(BlockLayout):
+    """Chooses, and leaves attending to the backend of latent attention."""
+
+    kind: ClassVar[str] = "pooled"
+
+    def __init__(self) -> None:
+        self._latent = LatentCpu()
+
+    def bind(self, regions: Mapping[str, Tensor]) -> PooledCache:
+        """[blocks, entries of a block, features] each."""
+        others = {name: region for name, region in regions.items() if name != "latent"}
+        return PooledCache(LatentCache(regions["latent"]), **others)
+
+    def run(
+        self,
+        packed: LatentProjected,
+        *,
+        cache: PooledCache,
+        step: tuple[AttentionStep, ...],
+        spec: PooledSpec,
+        form: Form = PLAIN,
+    ) -> Quantised:
+        """Write latents and what pools are made of, make those that are complete, choose, attend.
+
+        -> [tokens, heads * v_dim]
+        """
+        latent_step, loose_step, entry_step = step
+        index, pool = packed.index, spec.index.pool
+        assert isinstance(index, PoolProjected) and packed.choice is not None
+        add_entries(
+            index.loose, cache.index_values, cache.index_gates, cache.index_entries, loose_step, entry_step,
+            tokens=closing_tokens(loose_step.positions, pool.every), pool=pool,
+        )  # fmt: skip
+        pools = entry_choice(
+            index.query.q, index.query.weights, cache.index_entries, entry_step,
+            every=pool.every, top=spec.index.top, scale=pool.dim**-0.5,
+        )  # fmt: skip
+        packed.choice.positions = tokens_of(pools, latent_step.positions, every=pool.every)
+        return self._latent.run(
+            replace(packed, index=None), cache=cache.latent, step=latent_step, spec=spec.latent, form=form
+        )
+
+
+def tokens_of(pools: Tensor, positions: Tensor, *, every: int) -> Tensor:
+    """The tokens of chosen pools, and those up to each query's own that make no whole pool.
+
+    pools: [tokens, top], -1 for none -> [tokens, top * every + every - 1], -1 for none
+    """
+    inside = torch.arange(every, device=pools.device)
+    whole = (pools[..., None] * every + inside).masked_fill(pools[..., None] < 0, -1).flatten(1)
+    tail = (positions[:, None] + 1) // every * every + inside[: every - 1]
+    return torch.cat((whole, tail.masked_fill(tail > positions[:, None], -1)), 1)

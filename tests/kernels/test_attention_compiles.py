@@ -1,0 +1,63 @@
+"""Attention over heads of 512 features compiles for Hopper and holds what it works on, which needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, re, subprocess, tempfile
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from headrace.kernels import _triton_decode as decode, _triton_prefill as prefill
+from headrace.kernels.quantise import FP8
+
+TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+COMMON = dict(tables="*i32", kv_lens="*i32", query_starts="*i32", sinks="*bf16", out_scale="*fp32", scale="fp32",
+              cap="fp32", v_scale="fp32", partial="*fp32", arrived="*i32")
+OFF = ("HAS_WINDOW", "IS_CHUNKED", "HAS_SINK_TOKENS", "HAS_CAP", "HAS_SINKS", "IS_FP8_OUT", "IS_FIXED", "CHAINED")
+
+def build(kernel, types, constants, warps):
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attributes = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names)
+                  if types[name].startswith("*") or (name.endswith("stride") and name != "table_stride")}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=types, constexprs=values, attrs=attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
+    assert built.metadata.shared <= 227 * 1024, built.metadata.shared
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        used = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    assert re.search("STACK:0 ", used), f"registers are spilled: {used}"
+
+for q_type, kv_type, dtype, kv_dtype, compute in (
+    ("*bf16", "*bf16", torch.bfloat16, torch.bfloat16, tl.bfloat16),
+    ("*bf16", "*fp8e4nv", torch.bfloat16, FP8, tl.float16),
+    ("*fp32", "*fp32", torch.float32, torch.float32, tl.float32),
+):
+    types = COMMON | dict(q=q_type, k_cache=kv_type, v_cache=kv_type, out=q_type)
+    shared = dict.fromkeys(OFF, False) | dict(GROUP=8, DIM=512, DIM_BLOCK=512, BLOCK_SIZE=32, COMPUTE=compute)
+    rows, tile, warps, stages = prefill.tuned(512, dtype, is_fp8=kv_dtype == FP8, max_query=2048, group=8)
+    build(prefill._prefill_kernel, types, shared | dict(ROWS=rows, TILE=tile, STAGES=stages), warps)
+    tile, warps, stages = decode.tuned(512, kv_dtype, num_programs=1024)
+    build(decode._decode_kernel, types, shared | dict(
+        GROUP_BLOCK=8, TILE=tile, IS_SPLIT=True, MAX_PARTS=64, UNROLLED=8, STAGES=stages), warps)
+print("all compiled")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_heads_of_512_compile_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "all compiled"

@@ -1,0 +1,76 @@
+"""`deterministic: true`: log-probabilities to the last bit, whatever runs beside a request and is cached."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.types import Delta, Request, Sampling
+from tests.kits.model import save_tiny
+from tests.twin.harness import BLOCK, VOCAB, open_runtime, request, run, tiny_gemma3, tiny_llama
+
+MODELS = {"llama": tiny_llama, "gemma3": tiny_gemma3}
+
+
+def seen(deltas: Sequence[Delta]) -> list[tuple[list[int], list[float]]]:
+    """Tokens and the log-probabilities of the likeliest."""
+    assert not deltas[-1].error, deltas[-1].error
+    return [(list(entry.ids), list(entry.values)) for delta in deltas for entry in delta.logprobs]
+
+
+def close_look(request_id: int, prompt: list[int], *, seed: int | None = None) -> Request:
+    sampling = Sampling(logprobs=3) if seed is None else Sampling(temperature=0.9, top_p=0.9, seed=seed, logprobs=3)
+    return request(request_id, prompt, sampling=sampling)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS[request.param](tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_are_a_requests_own(folder: Path, dtype: str) -> None:
+    check_bits(folder, dtype)
+
+
+def check_bits(folder: Path, dtype: str, **changes: Any) -> None:
+    """Alone with nothing cached, beside 1 to 14 others, in small chunks, and over a prefix of any length."""
+    draw = random.Random(1)
+    prompt = [draw.randrange(VOCAB) for _ in range(5 * BLOCK + 2)]
+    options = {"dtype": dtype, "deterministic": True, **changes}
+
+    def others(count: int) -> list[Request]:
+        return [
+            close_look(9 + n, [draw.randrange(VOCAB) for _ in range(draw.randint(1, 40))], seed=n) for n in range(count)
+        ]
+
+    core = open_runtime(folder, kv_cache_config={"enable_block_reuse": False}, **options)
+    try:
+        for seed in (None, 5):
+            asked = close_look(0, prompt, seed=seed)
+            alone = seen(run(core, [asked])[0])
+            assert len(alone) == 12
+            for count, stagger in ((1, 0), (6, 2), (14, 0), (14, 1)):
+                crowd = others(count)
+                crowd.insert(count // 2, asked)
+                assert seen(run(core, crowd, stagger=stagger)[0]) == alone, (count, stagger)
+    finally:
+        core.engine.close()
+    core = open_runtime(folder, max_num_tokens=16, **options)
+    try:
+        asked = close_look(0, prompt, seed=5)
+        for length in (0, 1, BLOCK, 3 * BLOCK + 1, len(prompt), len(prompt)):
+            run(core, [request(1, [*prompt[:length], draw.randrange(VOCAB)], max_tokens=2)])
+            assert seen(run(core, [*others(2), asked])[0]) == alone, length
+    finally:
+        core.engine.close()
+
+
+def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "mamba2")
+    with pytest.raises(ValueError, match="attention over heads only, and this model has recurrent layers"):
+        open_runtime(tmp_path, deterministic=True)
