@@ -156,6 +156,7 @@ class SamplingParams:
     return_routed_experts: bool = False
     guided_decoding: GuidedDecodingParams | None = None
     thinking_token_budget: int | None = None
+    """Most tokens of reasoning, after which its end marker follows; the LLM needs a `reasoning_parser`."""
     lookahead_config: Any = None
 
     # Text
@@ -245,6 +246,7 @@ _INT_RANGES: tuple[tuple[str, int | None, int | None], ...] = (
     ("logprobs", 0, MAX_INT),
     ("prompt_logprobs", 0, MAX_INT),
     ("truncate_prompt_tokens", 1, MAX_INT),
+    ("thinking_token_budget", 0, MAX_INT),
 )
 _FLOAT_RANGES: tuple[tuple[str, float | None, float | None], ...] = (
     ("temperature", 0, None),
@@ -267,7 +269,6 @@ _UNBUILT: dict[str, Any] = {
     "return_encoder_output": False,
     "additional_model_outputs": None,
     "return_routed_experts": False,
-    "thinking_token_budget": None,
     "lookahead_config": None,
 }
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.types import Grammar, Sampling
+from headrace.types import Grammar, Sampling, ThinkingCap
 
 Ints = NDArray[np.int32]
 
@@ -44,6 +44,9 @@ LAST_HIDDEN = 8
 SUM_HIDDEN = 16
 """Row flag: the sum of the hidden states of all tokens of the row is wanted. A prompt's chunks are added up by whoever
 knows where it begins and ends, so no slot holds a sum, and a prompt that begins anew needs no word."""
+
+NO_TOKEN = "no token is left to choose: the grammar, the bad words and the biases of the request rule out all"
+"""What a row's error says where the request itself is at fault."""
 
 DUMMY_BLOCK = 0
 
@@ -97,8 +100,9 @@ class SlotInit:
     """The slot is done when prompt and output together reach this length."""
     stop_ids: tuple[int, ...]
     history: Ints | None = None
-    """All tokens so far, when `sampling.needs_history` or there is a grammar."""
+    """All tokens so far, when `sampling.needs_history` or there is a grammar or a cap."""
     grammar: Grammar | None = None
+    thinking: ThinkingCap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +247,9 @@ class Region:
 class GroupSpec:
     """A layer group: layers that keep the same regions over the same window, with a block pool of its own.
 
-    Recurrent layers form groups of `state_bytes` > 0: a block of theirs is a snapshot of all their states at one
-    position, and the live states are the engine's, one a slot.
+    A layer whose parts reach back differently far is in several groups. Recurrent layers form groups of `state_bytes`
+    > 0: a block of theirs is a snapshot of all their states at one position, and the live states are the engine's, one
+    a slot.
     """
 
     layers: tuple[int, ...]
@@ -263,6 +268,10 @@ class GroupSpec:
     """The kind of attention that reads its blocks."""
     regions: tuple[Region, ...] = ()
     """Of each layer; () is K and V of `num_kv_heads` times `head_dim`. None are a recurrent group's."""
+    every: int = 1
+    """Tokens that share one entry of the regions, which is kept where the last of them is."""
+    entry_bytes: int = 0
+    """Of one such entry over all layers of the group, where `every` is more than 1."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -270,7 +279,13 @@ class GroupSpec:
 
     def block_bytes(self, tokens_per_block: int) -> int:
         """Of one block on one rank, on any tier."""
+        if self.every > 1:
+            return self.entries(tokens_per_block) * self.entry_bytes
         return self.state_bytes or self.bytes_per_token * tokens_per_block
+
+    def entries(self, tokens_per_block: int) -> int:
+        """Of each region in a block."""
+        return -(-tokens_per_block // self.every)
 
 
 @dataclass(frozen=True, slots=True)

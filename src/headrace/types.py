@@ -120,14 +120,36 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     """128 bits or more over the decoded content and the processor's options."""
 
 
+Marker = tuple[tuple[int, ...], ...]
+"""A text in the output as token ids: at each place those that may stand there, the usual one first. A tokenizer may
+join the ends of the text with what is around it; the alternatives are the tokens that do."""
+
+
+class ThinkingCap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A limit on the reasoning: behind its last token the end marker is all that can come."""
+
+    max_tokens: int
+    """Of reasoning, markers left out."""
+    ends: tuple[Marker, ...]
+    """What ends the reasoning. The first one is what comes at the limit, in its usual spelling."""
+    begin: Marker = ()
+    """What begins it in the output; () is nothing."""
+    is_open: bool = False
+    """The output begins inside of it."""
+    is_anywhere: bool = False
+    """`begin` counts wherever it stands; otherwise at the start of an answer only."""
+    blank_ids: tuple[int, ...] = ()
+    """White space, which may stand before `begin`."""
+
+
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the output must match, from its first token or from where the model has ended its reasoning."""
 
     kind: Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
     spec: str = ""
     """JSON of the schema, of the list of choices or of the structural tag's `format`; the expression; the grammar."""
-    starts_after: tuple[int, ...] = ()
-    """Token ids that together end the reasoning; what comes before and they themselves are free. () is at once."""
+    starts_after: Marker = ()
+    """What ends the reasoning; it and what comes before are free. () is at once."""
     param: str = "guided_decoding"
     """The caller's field that it came from, for errors."""
 
@@ -165,6 +187,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Keep the prompt's blocks under this name until `unpin`, whatever the pressure."""
     beam: BeamSearch | None = None
     grammar: Grammar | None = None
+    thinking: ThinkingCap | None = None
     pooling: Literal["", "last", "mean"] = ""
     """Instead of tokens: the hidden state of the prompt's last token, or the mean of all of them. The request ends
     there; it finds nothing in the cache and leaves nothing there."""

@@ -75,6 +75,20 @@ class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
     name: str
 
 
+class GetCacheMap(msgspec.Struct, frozen=True, kw_only=True, tag="get_cache_map"):
+    """What the blocks of the KV cache are in use for, and the top of the prefix tree; answered by CacheMap."""
+
+    max_cells: int = 2048
+    """Of all pools together, at least one each."""
+    max_prefixes: int = 200
+    salt: str = ""
+    """Cache salt of whoever asks."""
+    with_others: bool = True
+    """Prefixes of other salts are told of as well, without their tokens."""
+    max_tokens: int = 0
+    """Token ids that are told of each prefix of that salt."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Finish nothing more; close the engine and end."""
 
@@ -99,6 +113,8 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
     """The memory plan of a rank (`MemoryTable.as_dict`)."""
     settings: dict[str, Any] = {}
     """The resolved configuration."""
+    quantization: str = ""
+    """What the weights are stored as; "" for plain floats."""
     seconds: float = 0.0
     """How long it took."""
 
@@ -191,6 +207,74 @@ class Pins(msgspec.Struct, frozen=True, tag="pins"):
     """Whether there was a pin of that name to give up."""
 
 
+class PoolMap(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks of one layer group on one tier. used + cached + free = total, in each cell and in all."""
+
+    section: int
+    tier: str
+    """device, host or disk."""
+    group: int
+    kind: str
+    """The kind of attention, or recurrent."""
+    num_layers: int
+    dtype: str
+    window: int | None
+    block_bytes: int
+    num_total: int
+    num_used: int
+    """Held by requests, copies and pins."""
+    num_cached: int
+    """Held by nobody, and a prefix may find them."""
+    num_pinned: int
+    """Of those that are used."""
+    blocks_per_cell: int
+    """Cells are of consecutive blocks; the last one may have fewer."""
+    used: list[int] = []
+    """By cell. Pools of too many blocks have no cells."""
+    cached: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return self.num_total - self.num_used - self.num_cached
+
+
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of blocks of the prefix tree without a branch in it; or a namespace, where all of its runs begin."""
+
+    parent: int
+    """Its place in the list, which is before this one; -1 of a namespace."""
+    name: str
+    """Stands for the tokens up to its end. No guess can be checked by it: it is keyed, anew at each start."""
+    section: int = 0
+    is_own: bool = False
+    """Of the salt of whoever asks."""
+    is_private: bool = False
+    """One request or conversation alone may find it."""
+    is_salted: bool = False
+    adapter: int = 0
+    start: int = 0
+    """Tokens before it."""
+    num_tokens: int = 0
+    num_blocks: int = 0
+    """Of one layer group."""
+    on_tier: list[int] = []
+    """By tier: how many of these blocks are there, in some layer group."""
+    num_holders: int = 0
+    """Of the block that most hold."""
+    num_below: int = 0
+    """Children, those left out included."""
+    tokens: list[int] = []
+    """Its first ones, where they are told."""
+
+
+class CacheMap(msgspec.Struct, frozen=True, kw_only=True, tag="cache_map"):
+    pools: list[PoolMap]
+    prefixes: list[Prefix] = []
+    """Each behind its parent."""
+    num_hidden: int = 0
+    """Namespaces that were left out."""
+
+
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """What one commit brought to this front end."""
 
@@ -206,9 +290,9 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
         return np.frombuffer(self.ids, np.int64), np.frombuffer(self.tokens, np.int32)
 
 
-Question = GetStats | GetMetrics | Profile | GetKvEvents | GetPins | Unpin
+Question = GetStats | GetMetrics | Profile | GetKvEvents | GetPins | Unpin | GetCacheMap
 """What is answered, by the link's `reply`, before anything else of its sender is looked at."""
-Answer = Stats | Metrics | Profiled | KvEvents | Pins
+Answer = Stats | Metrics | Profiled | KvEvents | Pins | CacheMap
 Up = Submit | Abort | Hello | Shutdown | Question
 Down = Ready | Failed | Outputs | Answer
 

@@ -149,9 +149,9 @@ def test_log_level_of_flag_and_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_missing_features_are_refused_with_their_flag() -> None:
-    result = run("m", "--grpc", "--enable_attention_dp", "--agent_types", "a, b")
+    result = run("m", "--grpc_protocol", "openengine", "--enable_attention_dp", "--agent_types", "a, b")
     assert result.exit_code == 2
-    assert "--grpc: grpc: not available yet (gRPC)" in result.output
+    assert "--grpc_protocol: grpc_protocol: not available yet (this dialect of gRPC: use smg)" in result.output
     assert "--enable_attention_dp: enable_attention_dp: not available yet" in result.output
     assert "--agent_types: reorder_policy_config: not available yet" in result.output
 

@@ -201,7 +201,7 @@ def test_server_keys_of_the_file(file: Path) -> None:
     assert server.internal_request_auth_key.get_secret_value() == "secret"
     assert server.disagg_cluster is not None
     assert "secret" not in repr(server)
-    assert [line.split(": ")[0] for line in refused(config=file)] == ["config.yml:1", "config.yml:2", "config.yml:3"]
+    assert [line.split(": ")[0] for line in refused(config=file)] == ["config.yml:2", "config.yml:3"]
 
 
 def test_server_keys_and_flags_can_contradict_too(file: Path) -> None:

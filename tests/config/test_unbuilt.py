@@ -142,11 +142,11 @@ def test_tuning_is_accepted_with_one_line() -> None:
 
 
 def test_server_options_that_are_missing() -> None:
-    flags = {"grpc": Typed("--grpc", True), "server_role": Typed("--server_role", "CONTEXT")}
+    flags = {"grpc_protocol": Typed("--grpc_protocol", "openengine"), "server_role": Typed("--server_role", "CONTEXT")}
     with pytest.raises(ConfigError) as caught:
         resolve(server_flags=flags, needs_model=False)
     assert str(caught.value).splitlines() == [
-        "--grpc: grpc: not available yet (gRPC)",
+        "--grpc_protocol: grpc_protocol: not available yet (this dialect of gRPC: use smg)",
         "--server_role: server_role: not available yet (disaggregated serving)",
     ]
 

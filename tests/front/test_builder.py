@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headrace.front.builder import RequestOptions
+from headrace.front.builder import RequestOptions, RouteDefaults
 from headrace.front.errors import RequestError
 from headrace.front.fake import fake_info
 from headrace.params import SamplingParams
@@ -44,7 +44,7 @@ class TestSampling:
 
     def test_generation_config_fills_only_what_is_unset_then_the_route(self) -> None:
         builder = make_builder(generation_config={"temperature": 0.6, "top_k": 5, "max_length": 9, "top_p": None})
-        options = RequestOptions(unset={"temperature": 1.0, "top_p": 0.9})
+        options = RequestOptions(defaults=RouteDefaults(unset={"temperature": 1.0, "top_p": 0.9}))
         sampling = build(PROMPT, builder, options, top_k=3)[0].sampling
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 3, 0.9)
 
@@ -117,7 +117,7 @@ class TestEnds:
         builder = make_builder(fake_info(max_seq_len=100))
         assert build(PROMPT, builder)[0].max_tokens == 32
         assert build(PROMPT, builder, max_tokens=None)[0].max_tokens == 95
-        sixteen = RequestOptions(default_max_tokens=16)
+        sixteen = RequestOptions(defaults=RouteDefaults(max_tokens=16))
         assert build(PROMPT, builder, sixteen, max_tokens=None)[0].max_tokens == 16
         assert build([1] * 90, builder, sixteen, max_tokens=None)[0].max_tokens == 10
 

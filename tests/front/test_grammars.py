@@ -35,9 +35,9 @@ class Model(pydantic.BaseModel):
     ],
 )
 def test_every_constraint(guided: dict[str, Any], kind: Any, spec: str) -> None:
-    options = RequestOptions(grammar_param="response_format", grammar_starts_after=(5, 6))
+    options = RequestOptions(grammar_param="response_format", grammar_starts_after=((5, 7), (6,)))
     requests = build(PROMPT, guided_decoding=GuidedDecodingParams(**guided), options=options, n=2)
-    expected = Grammar(kind=kind, spec=spec, starts_after=(5, 6), param="response_format")
+    expected = Grammar(kind=kind, spec=spec, starts_after=((5, 7), (6,)), param="response_format")
     assert [request.grammar for request in requests] == [expected, expected]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.kvcache.manager import KvCache
 from headrace.kvcache.settings import CacheSettings
-from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.scheduler import Scheduler, StepCounts
 from headrace.seam import GroupSpec, PoolSizes
 from headrace.types import BeamSearch, Request, Retention, RetentionRange, Sampling
 from tests.scheduler.driver import Driver
@@ -204,8 +204,8 @@ def test_the_speed_of_prefill_reaches_the_cache() -> None:
     cache = KvCache((FULL,), PoolSizes((60,), 8), CacheSettings(tokens_per_block=4))
     driver = Driver()
     scheduler = Scheduler(driver.scheduler.settings, [cache])
-    scheduler._measure(12, 0.0)
-    scheduler._measure(2, 1.0)
+    scheduler._measure(StepCounts(num_context_tokens=12), 0.0)
+    scheduler._measure(StepCounts(num_context_tokens=2), 1.0)
     assert cache.lookup.prefill_tokens_per_s == 0.0
-    scheduler._measure(12, 2.0)
+    scheduler._measure(StepCounts(num_context_tokens=12), 2.0)
     assert cache.lookup.prefill_tokens_per_s == 6.0

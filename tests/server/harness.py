@@ -85,12 +85,13 @@ def running(
     loop: FakeLoop | None = None,
     step_s: float = 0.0,
     ready_after: threading.Event | None = None,
+    runtime: Any = None,
     load_text: Callable[[], TextSide] | None = None,
     wait: bool = True,
     **options: Any,
 ) -> Iterator[Server]:
-    """A server on a thread."""
-    runtime = FakeRuntimeProcess(loop=loop, step_s=step_s, ready_after=ready_after)
+    """A server on a thread; over a fake runtime unless one is given."""
+    runtime = runtime or FakeRuntimeProcess(loop=loop, step_s=step_s, ready_after=ready_after)
     runtime.start()
     listener = bind("127.0.0.1", 0)
     started: list[Server] = []

@@ -275,7 +275,7 @@ def test_api_keys(folder: Path) -> None:
         with httpx.Client(base_url=server.url, timeout=20) as client:
             for path in paths:
                 url = path.replace("{name:path}", "x")
-                is_open = path in ("/health", "/health/ready")
+                is_open = path in ("/", "/health", "/health/ready")
                 assert (client.get(url).status_code == 401) is not is_open, path
                 assert (client.get(url, headers={"authorization": "Bearer on"}).status_code == 401) is not is_open
                 assert client.get(url, headers={"authorization": "bearer two"}).status_code != 401

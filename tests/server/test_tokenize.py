@@ -61,7 +61,7 @@ def test_variables_of_the_template(server: Server) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens", "token id -1"),
         ("/render", {"messages": [{"role": "boss", "content": "a"}]}, "messages", "unknown role boss"),
         ("/render", {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs",
-         "may not bring a chat template"),
+         "may not have a chat_template"),
     ],
 )  # fmt: skip
 def test_mistakes(server: Server, path: str, body: dict[str, Any], param: str, message: str) -> None:

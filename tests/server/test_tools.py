@@ -203,7 +203,7 @@ def test_a_grammar_waits_for_the_reasoning(server: Server, told: Told) -> None:
     body = {"chat_template_kwargs": {"enable_thinking": True}}
     ask(server, response_format={"type": "json_object"}, tools=None, extra_body=body)
     grammar = told.requests[-1].grammar
-    assert grammar is not None and grammar.starts_after == tuple(b"</think>")
+    assert grammar is not None and grammar.starts_after == tuple((byte,) for byte in b"</think>")
     ask(server, response_format={"type": "json_object"}, tools=None)  # it may reason, or not
     grammar = told.requests[-1].grammar
     assert grammar is not None and grammar.starts_after == () and "<think>" in grammar.spec
@@ -272,7 +272,8 @@ def refusal(call: Callable[[], Any]) -> Any:
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "response_format"),
         ({"reasoning_effort": "maximum"}, "reasoning_effort", "maximum"),
-        ({"extra_body": {"thinking_token_budget": 5}}, "thinking_token_budget", "thinking_token_budget"),
+        ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget", "thinking_token_budget"),
+        ({"extra_body": {"thinking_token_budget": 5}, "max_tokens": 13}, "thinking_token_budget", "of 13 tokens"),
     ],
 )
 def test_refusals(server: Server, fields: dict[str, Any], param: str, text: str) -> None:

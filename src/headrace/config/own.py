@@ -17,6 +17,12 @@ class HeadraceArgs(ConfigModel):
     stall_timeout_s: float = beta(60.0, "Seconds without a step, while requests run, after which it isn't ready.", gt=0)
     profile_dir: str | None = beta(None, "Existing folder for traces of the engine; null refuses to make any.")
     fast_start: bool = beta(False, "Answer at once: capture each CUDA graph when it is first needed, not before.")
+    deterministic: bool = beta(
+        False, "A request's tokens don't depend on what runs beside it or is cached; slower on GPUs, one rank."
+    )
+    max_step_s: float | None = beta(
+        None, "About as long as a step may take for its prompts; null is 0.5 on a CPU, no bound on a GPU.", gt=0
+    )
     engine_threads: int | None = beta(None, "CPU threads of the engine; null picks by the machine.", gt=0)
     model_impl: Literal["auto", "native", "transformers"] = beta(
         "auto", "Model code: native, the transformers library's, or native where it exists."

@@ -17,6 +17,7 @@ from headrace.config.llm_args import LlmArgs
 from headrace.config.rules import Note, contradictions, settle_consequences, what_this_machine_lacks
 from headrace.config.serving import SERVER_YAML_KEYS, ServerOptions
 from headrace.config.source import Document, nearest, parse_value, read_document
+from headrace.config.traps import traps
 from headrace.config.unbuilt import refuse_unbuilt, refuse_unbuilt_server, without_effect
 
 SET_REFUSED = (
@@ -134,7 +135,7 @@ def resolve(
         draft.problems += [draft.placed(problem) for problem in missing]
     if draft.problems:
         raise ConfigError(_ordered(draft))
-    notes = (*settle_consequences(args), *without_effect(args))
+    notes = (*settle_consequences(args), *traps(args, server), *without_effect(args))
     return Resolved(args.freeze(), server.freeze(), draft.origins, notes)
 
 

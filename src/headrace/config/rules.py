@@ -130,6 +130,13 @@ def _pipeline(args: LlmArgs) -> Iterator[Problem]:
         yield Problem("pp_partition", message)
 
 
+def _deterministic(args: LlmArgs) -> Iterator[Problem]:
+    if args.deterministic and args.tensor_parallel_size > 1:
+        yield Problem("deterministic", "needs tensor_parallel_size 1: ranks' sums are added in an order of their own")
+    if args.deterministic and args.attn_backend == "VANILLA":
+        yield Problem("deterministic", "can't be combined with attn_backend VANILLA: leave it out")
+
+
 def _loading(args: LlmArgs) -> Iterator[Problem]:
     if args.skip_tokenizer_init and args.post_processor_hook:
         yield Problem("post_processor_hook", "needs text: it can't be combined with skip_tokenizer_init")
@@ -255,6 +262,7 @@ _RULES: tuple[Callable[[LlmArgs], Iterator[Problem]], ...] = (
     _attention,
     _expert_parallelism,
     _pipeline,
+    _deterministic,
     _loading,
     _ray,
     _sampling,

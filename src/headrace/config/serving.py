@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import SecretStr, field_validator, model_validator
 from typing_extensions import Self
@@ -13,6 +13,10 @@ from headrace.config.errors import ConfigError, Problem
 
 LogLevel = Literal["internal_error", "error", "warning", "info", "verbose", "debug", "trace"]
 Buckets = list[float] | None
+
+BUDGETED_EFFORTS = ("default", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of `reasoning_effort` that may have a budget, and the word for its absence."""
+MAX_THINKING_BUDGET = 1 << 30
 
 
 class PrometheusMetricsConfig(ConfigModel):
@@ -125,16 +129,27 @@ class ServerOptions(ConfigModel):
     middleware: list[str] = prototype([], "Import paths of ASGI middleware.")
     custom_module_dirs: list[str] = prototype([], "Folders of Python modules to import first.")
     tool_parser: str | None = prototype(None, "Parser of tool calls, or auto.")
+    thinking_budgets: dict[str, int] = stable(
+        {}, "Most tokens of reasoning by a chat's reasoning_effort; `default` is for chats without one."
+    )
+    clamp_max_tokens: bool = stable(
+        False, "Ask for fewer new tokens instead of refusing where the context has no room."
+    )
     max_stored_responses: int = stable(1000, "Responses of /v1/responses that are kept; 0 keeps none.", ge=0)
     max_stored_response_mb: int = stable(256, "Megabytes that they may take together.", ge=0)
     embeddings_only: bool = stable(False, "Serve /v1/embeddings and nothing that generates.")
     embedding_pooling: Literal["auto", "last", "mean"] = stable(
         "auto", "Hidden states of an embedding; auto is what the model's files state, else the last token's."
     )
+    page: bool = stable(True, "Serve the page for people at /.")
+    show_cached_text: bool = stable(
+        False, "Show the texts of cached prefixes to whoever may use them; by default only their lengths are shown."
+    )
     media_io_kwargs: dict[str, Any] | None = prototype(None, "Parameters of media readers, by modality.")
     num_input_processor_workers: int = prototype(8, "Threads that prepare inputs.", gt=0)
     num_media_load_workers: int = prototype(8, "Threads that fetch media.", gt=0)
     grpc: bool = prototype(False, "Speak gRPC instead of HTTP.")
+    http_port: int | None = prototype(None, "Port for HTTP beside gRPC; null is no HTTP.", ge=0, le=65535)
     grpc_protocol: Literal["smg", "openengine"] = prototype("smg", "Dialect of gRPC.")
     metadata_server_config_file: str | None = prototype(None, "YAML file of a metadata server.")
     server_role: Literal["CONTEXT", "GENERATION", "MM_ENCODER", "VISUAL_GEN", "EMBEDDING"] | None = prototype(
@@ -157,6 +172,28 @@ class ServerOptions(ConfigModel):
                 raise ValueError("a key must not be empty, nor begin or end with a space: give another, or none at all")
         return value
 
+    @field_validator("thinking_budgets", mode="before")
+    @classmethod
+    def _as_typed(cls, value: Any) -> Any:
+        """From flags they come as a list of EFFORT=TOKENS."""
+        if not isinstance(value, list):
+            return value
+        pairs = [str(item).partition("=") for item in cast("list[Any]", value)]
+        wrong = next(("".join(pair) for pair in pairs if not pair[2].isdecimal()), None)
+        if wrong is not None:
+            raise ValueError(f"give EFFORT=TOKENS, for example low=1024, got '{wrong}'")
+        return {effort: int(tokens) for effort, _, tokens in pairs}
+
+    @field_validator("thinking_budgets")
+    @classmethod
+    def _known_efforts(cls, value: dict[str, int]) -> dict[str, int]:
+        for effort, tokens in value.items():
+            if effort not in BUDGETED_EFFORTS:
+                raise ValueError(f"'{effort}' is no effort; valid: {', '.join(BUDGETED_EFFORTS)}")
+            if not 0 <= tokens <= MAX_THINKING_BUDGET:
+                raise ValueError(f"a budget is from 0 to {MAX_THINKING_BUDGET} tokens, got {tokens} for '{effort}'")
+        return value
+
     @field_validator("cors_origins")
     @classmethod
     def _an_origin(cls, value: list[str]) -> list[str]:
@@ -170,6 +207,14 @@ class ServerOptions(ConfigModel):
         for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
             if self.__dict__[name] is not None and self.ssl_certfile is None:
                 raise ConfigError(Problem(name, "means nothing without a certificate: give --ssl_certfile"))
+        return self
+
+    @model_validator(mode="after")
+    def _http_beside_grpc(self) -> Self:
+        if self.http_port is not None and not self.grpc:
+            raise ConfigError(Problem("http_port", "is for HTTP beside --grpc: without it, HTTP listens at --port"))
+        if self.grpc and self.ssl_keyfile_password is not None:
+            raise ConfigError(Problem("ssl_keyfile_password", "gRPC takes no encrypted key: decrypt it into a file"))
         return self
 
     @model_validator(mode="after")

@@ -38,9 +38,9 @@ BUILT: frozenset[str] = frozenset({
     "iter_stats_max_iterations",
     "max_stats_len", "enable_iter_perf_stats", "print_iter_log", "return_perf_metrics",
     "garbage_collection_gen0_threshold", "env_overrides", "telemetry_config", "backend", "max_queued_requests",
-    "max_queued_tokens", "request_timeout_s", "shutdown_timeout_s", "engine_threads",
-    "stall_timeout_s", "fast_start", "reasoning_parser", "profile_dir", "num_serve_frontends",
-    "num_postprocess_workers", "prometheus_metrics_config",
+    "max_queued_tokens", "request_timeout_s", "shutdown_timeout_s", "engine_threads", "max_step_s",
+    "stall_timeout_s", "fast_start", "deterministic", "reasoning_parser", "profile_dir", "num_serve_frontends",
+    "num_postprocess_workers", "prometheus_metrics_config", "otlp_traces_endpoint",
     "force_dynamic_quantization", "cuda_graph_config", "kv_connector_config.connector_module",
     "kv_connector_config.connector_scheduler_class", "kv_connector_config.connector_worker_class",
     "kv_connector_config.server_url", "moe_config.backend", "moe_config.max_num_tokens",
@@ -118,7 +118,6 @@ UNBUILT: dict[str, str] = {
     "perf_metrics_output_dir": "the request metrics file",
     "per_request_spec_decode_stats": "speculative decoding",
     "enable_energy_metrics": "energy metrics",
-    "otlp_traces_endpoint": "OpenTelemetry traces",
     "kv_cache_config.cross_kv_cache_fraction": "encoder-decoder models",
     "kv_cache_config.kv_events_config": "publishing KV cache events",
     "kv_cache_config.block_reuse_config.swa_endpoint_rewind_tokens": "keeping more of a window at a turn's end",
@@ -173,11 +172,9 @@ WITHOUT_EFFECT: dict[str, str] = {
 """Keys that tune speed and can't change results, and what they would tune."""
 
 UNBUILT_SERVER: dict[str, str] = {
-    "allow_request_chat_template": "chat templates of requests",
     "custom_module_dirs": "extra model code",
     "media_io_kwargs": "multimodal models",
-    "grpc": "gRPC",
-    "grpc_protocol": "gRPC",
+    "grpc_protocol": "this dialect of gRPC: use smg",
     "metadata_server_config_file": "disaggregated serving",
     "server_role": "disaggregated serving",
     "disagg_cluster_uri": "disaggregated serving",

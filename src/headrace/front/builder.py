@@ -18,9 +18,9 @@ from headrace.params import FieldError, KvCacheRetentionConfig, LogprobMode, Sam
 from headrace.seeds import child_seed, random_seed
 from headrace.text.grammars.load import Backend
 from headrace.text.tokenizer import Tokenizer, encode_prompt
-from headrace.types import BeamSearch, Request, Sampling
+from headrace.types import BeamSearch, Marker, Request, Sampling, ThinkingCap
 
-__all__ = ["RequestBuilder", "RequestOptions"]
+__all__ = ["RequestBuilder", "RequestOptions", "RouteDefaults"]
 
 GENERATION_CONFIG_FIELDS = (
     "temperature",
@@ -35,6 +35,18 @@ GENERATION_CONFIG_FIELDS = (
 """What `generation_config: auto` takes from the checkpoint, where the request says nothing."""
 
 EARLY_STOPPING: dict[Any, int] = {None: 1, "never": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteDefaults:
+    """What a way of asking makes of what requests leave open."""
+
+    unset: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Parameters that neither the request nor the model's generation config sets."""
+    max_tokens: int | None = None
+    """New tokens of a request whose `max_tokens` is None, less where the context ends; None is up to there."""
+    clamps_max_tokens: bool = False
+    """More than the context has room for is as many as it has room for, not an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +69,13 @@ class RequestOptions:
     """The id the user sees."""
     grammar_param: str = "guided_decoding"
     """The caller's field that `SamplingParams.guided_decoding` came from, for errors."""
-    grammar_starts_after: tuple[int, ...] = ()
-    """Token ids that end the reasoning; the grammar holds from there on. () is at once."""
+    grammar_starts_after: Marker = ()
+    """What ends the reasoning; the grammar holds from there on. () is at once."""
+    thinking: ThinkingCap | None = None
+    """The limit on the reasoning, from whoever knows how this model marks it."""
     processors: int = 0
     """Key of the caller's logits processors, in the engine's process."""
-    unset: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """The route's defaults for parameters that neither the request nor the model's generation config sets."""
-    default_max_tokens: int | None = None
-    """New tokens of a request whose `max_tokens` is None, less where the context ends; None is up to there."""
+    defaults: RouteDefaults = RouteDefaults()
     param: str = "prompt"
     """Name of the field that holds the prompt, for errors."""
 
@@ -130,9 +141,9 @@ class RequestBuilder:
             params.guided_decoding, param=options.grammar_param, starts_after=options.grammar_starts_after
         )
         beam = self._beam(params)
-        if beam and grammar:
-            raise RequestError(f"{options.grammar_param} can't be used with beam search: leave one of them out",
-                               param=options.grammar_param)  # fmt: skip
+        for name, asked in ((options.grammar_param, grammar), ("thinking_token_budget", options.thinking)):
+            if beam and asked:
+                raise RequestError(f"{name} can't be used with beam search: leave one of them out", param=name)
         count = 1 if beam else params.num_sequences
         sampling = self._sampling(params, options)
         seed = random_seed() if params.seed is None else params.seed
@@ -153,6 +164,7 @@ class RequestBuilder:
             pooling=options.pooling,
             beam=beam,
             grammar=grammar,
+            thinking=options.thinking,
             label=options.label,
         )
         requests: list[Request] = []
@@ -174,7 +186,7 @@ class RequestBuilder:
             }
             filled |= {
                 name: value
-                for name, value in options.unset.items()
+                for name, value in options.defaults.unset.items()
                 if name not in filled and getattr(params, name) is None
             }
             resolved = dataclasses.replace(params, **filled) if filled else params
@@ -185,6 +197,9 @@ class RequestBuilder:
         if resolved.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none: use stop_token_ids",
                                param="stop")  # fmt: skip
+        if resolved.thinking_token_budget is not None and options.thinking is None:
+            raise RequestError("thinking_token_budget needs to know how this model marks its reasoning: give the LLM a"
+                               " reasoning_parser", param="thinking_token_budget")  # fmt: skip
         if resolved.bad_strings and self.tokenizer is None:
             raise RequestError("bad words need a tokenizer and this engine has none: use bad_token_ids", param="bad")
         return resolved
@@ -249,7 +264,8 @@ class RequestBuilder:
         room = limit - num_prompt
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = max(room, 1) if options.default_max_tokens is None else options.default_max_tokens
+            max_tokens = max(room, 1) if options.defaults.max_tokens is None else options.defaults.max_tokens
+        if params.max_tokens is None or options.defaults.clamps_max_tokens:
             max_tokens = min(max_tokens, max(room, 1))
         # Even a request for no tokens computes one position.
         if max(max_tokens, 1) > room:

@@ -15,6 +15,7 @@ from headrace.front.collector import Collector
 from headrace.front.errors import RuntimeFailure
 from headrace.front.request_output import RequestOutput
 from headrace.front.router import Router
+from headrace.front.tracing import NO_TRACES, Tracer
 from headrace.log import get
 from headrace.params import SamplingParams
 from headrace.text.tokenizer import Tokenizer
@@ -47,8 +48,11 @@ OpenLink = Callable[[Callable[[wire.Down], None]], Link]
 class Client:
     """Owns a link and the thread that turns its messages into text, away from the runtime's own thread."""
 
-    def __init__(self, open_link: OpenLink, *, join_logits: Callable[[list[Any]], Any] = list) -> None:
+    def __init__(
+        self, open_link: OpenLink, *, join_logits: Callable[[list[Any]], Any] = list, tracer: Tracer = NO_TRACES
+    ) -> None:
         self.router = Router()
+        self.tracer = tracer
         self._join_logits = join_logits
         self.info: wire.ModelInfo | None = None
         self.failure: RuntimeFailure | None = None
@@ -192,6 +196,7 @@ class Client:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(max(deadline - time.monotonic(), 0.1))
         self._fail_all("the engine was shut down")
+        self.tracer.close()
 
     # ---- the thread --------------------------------------------------------------------------
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from headrace import wire
 from headrace.front.builder import RequestBuilder, RequestOptions
 from headrace.front.cache import as_retention_config, name_of
 from headrace.front.client import Client
+from headrace.front.collector import Collector
 from headrace.front.errors import RequestError
 from headrace.front.prompts import PreprocessedInputs, split
 from headrace.front.request_output import RequestOutput
 from headrace.front.text_side import TextSide
+from headrace.front.tracing import NO_TRACE, Trace
 from headrace.params import ConversationParams, KvCacheRetentionConfig, SamplingParams
 from headrace.text.load import as_tokenizer
 from headrace.types import Request
@@ -32,6 +34,25 @@ class Asked(NamedTuple):
     prompt: Any
     params: SamplingParams | None
     options: RequestOptions
+    trace_headers: Mapping[str, str] | None = None
+    """What names the caller's trace; without it the trace is the one that the caller is in."""
+
+
+class _Named(NamedTuple):
+    """Implements `tracing.Told`."""
+
+    operation: str
+    model: str
+    id: str
+    n: int
+    stream: bool
+
+
+class _Ended(NamedTuple):
+    """Implements `tracing.Ended`."""
+
+    answer: _Named
+    collectors: list[Collector]
 
 
 class Processors(Protocol):
@@ -89,10 +110,11 @@ class Desk:
     def submit(self, asked: Iterable[Asked], *, streaming: bool = False) -> list[RequestOutput]:
         """All of them or none: at the first bad one those that were sent are aborted."""
         outputs: list[RequestOutput] = []
-        group: list[_Prepared] = []
+        group: list[tuple[_Prepared, Trace]] = []
         try:
             for one in asked:
-                group.append(self._prepare(one))
+                trace = self._client.tracer.begin(one.trace_headers or {})
+                group.append((self._prepare(one), trace))
                 if len(group) == SUBMIT_GROUP:
                     outputs += self._send(group, streaming=streaming)
                     group = []
@@ -109,7 +131,7 @@ class Desk:
         return self._builder.encode(text, params)
 
     def _prepare(self, asked: Asked) -> _Prepared:
-        prompt, params, options = asked
+        prompt, params, options, _ = asked
         if isinstance(prompt, PreprocessedInputs) and params is None:
             params = prompt.sampling_params
         params = params or SamplingParams()
@@ -126,13 +148,25 @@ class Desk:
             raise
         return requests, resolved, text
 
-    def _send(self, prepared: list[_Prepared], *, streaming: bool) -> list[RequestOutput]:
+    def _send(self, group: list[tuple[_Prepared, Trace]], *, streaming: bool) -> list[RequestOutput]:
+        prepared = [one for one, _ in group]
         outputs = self._client.submit_many(prepared, tokenizer=self.text.tokenizer, streaming=streaming)
-        for output, (requests, _, _) in zip(outputs, prepared):
+        for output, ((requests, _, _), trace) in zip(outputs, group):
             key = requests[0].sampling.processors
-            if key:
-                output.when_done(lambda _, key=key: self._processors.release(key))
+            if key or trace is not NO_TRACE:
+                output.when_done(lambda output, key=key, trace=trace: self._ended(output, key, trace))
         return outputs
+
+    def _ended(self, output: RequestOutput, processors: int, trace: Trace) -> None:
+        if processors:
+            self._processors.release(processors)
+        if trace is NO_TRACE:
+            return
+        collector = output.collector
+        operation = "embeddings" if collector.first.pooling else "text_completion"
+        named = _Named(operation, self._info.model, str(output.request_id), collector.params.n, output.streaming)
+        failed = RequestError(collector.error, code="request_failed", status=500) if collector.error else None
+        trace.end(_Ended(named, [collector]), failed)
 
 
 def options_of(

@@ -126,6 +126,8 @@ class FakeLoop:
             gauges.append(wire.Sample("num_requests_waiting", len(self.waiting)))
             sizes = wire.Distribution("prefill_batch_tokens", [64.0, 128.0], [1, 2, 3], 1000.0)
             return wire.Metrics(gauges, [wire.Sample("steps", self.num_steps)], [sizes])
+        elif isinstance(message, wire.GetCacheMap):
+            return wire.CacheMap(pools=[])
         elif isinstance(message, wire.GetKvEvents):
             events, self.kv_events = self.kv_events, []
             return wire.KvEvents(events)

@@ -13,7 +13,7 @@ from headrace.text.grammars.load import DEFAULT, Backend, checker_of
 from headrace.text.grammars.spec import MAX_SPEC_BYTES
 from headrace.text.grammars.vocabulary import special_spellings
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import Grammar
+from headrace.types import Grammar, Marker
 
 __all__ = ["Grammars"]
 
@@ -30,9 +30,7 @@ class Grammars:
         self._special = special_spellings(tokenizer) if tokenizer is not None else {}
         self._checked: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def build(
-        self, guided: GuidedDecodingParams | None, *, param: str, starts_after: tuple[int, ...] = ()
-    ) -> Grammar | None:
+    def build(self, guided: GuidedDecodingParams | None, *, param: str, starts_after: Marker = ()) -> Grammar | None:
         """None when nothing is asked for.
 
         Raises:
@@ -76,7 +74,7 @@ class Grammars:
         return ""
 
 
-def _grammar_of(guided: GuidedDecodingParams, param: str, starts_after: tuple[int, ...]) -> Grammar | None:
+def _grammar_of(guided: GuidedDecodingParams, param: str, starts_after: Marker) -> Grammar | None:
     """Raises GrammarError for values that are nothing of the kind."""
 
     def grammar(kind: Any, spec: str = "") -> Grammar:

@@ -51,7 +51,7 @@ class RequestOutput:
         self._seen = 0  # news that an iteration has taken
         self._news = 0
         self._wakers: list[Callable[[], object]] = []
-        self._on_done: Callable[[RequestOutput], None] | None = None
+        self._on_done: list[Callable[[RequestOutput], None]] = []
 
     def __repr__(self) -> str:
         return (
@@ -140,11 +140,15 @@ class RequestOutput:
 
     # ---- for the front end -------------------------------------------------------------------
 
+    @property
+    def collector(self) -> Collector:
+        return self._collector
+
     def when_done(self, callback: Callable[[RequestOutput], None]) -> None:
-        """Call it once, on the front end's thread, or now if the request has ended."""
+        """Call it once, beside those given before, on the front end's thread, or now if the request has ended."""
         with self._front.lock:
             if not self.done:
-                self._on_done = callback
+                self._on_done.append(callback)
                 return
         callback(self)
 
@@ -156,10 +160,10 @@ class RequestOutput:
                 return
             self._news += 1
             wakers, self._wakers = self._wakers, []
-            callback, self._on_done = (self._on_done, None) if done else (None, self._on_done)
+            callbacks, self._on_done = (self._on_done, []) if done else ([], self._on_done)
         for wake in wakers:
             wake()
-        if callback is not None:
+        for callback in callbacks:
             callback(self)
 
     # ---- waiting -----------------------------------------------------------------------------

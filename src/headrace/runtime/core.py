@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace import wire
 from headrace.config.llm_args import LlmArgs
 from headrace.config.show import as_dict
+from headrace.hub.quantisation import quantisation_name
 from headrace.hub.source import ModelSource
 from headrace.kvcache.manager import KvCache
 from headrace.log import phase
@@ -33,6 +35,7 @@ class Core:
     facts: EngineFacts
     settled: Settled
     scheduler: Scheduler
+    clock: Callable[[], float] = time.monotonic
 
     def loop(self, args: LlmArgs, link: Link) -> Loop:
         limit = args.iter_stats_max_iterations
@@ -49,7 +52,7 @@ class Core:
             max_iterations=1000 if limit is None else limit,
             print_log=args.print_iter_log,
         )
-        return Loop(self.scheduler, self.engine, link, stats)
+        return Loop(self.scheduler, self.engine, link, stats, clock=self.clock)
 
     def close(self) -> None:
         """End the engine, then what the caches keep for the next start; safe to call twice."""
@@ -59,8 +62,8 @@ class Core:
             section.external.close()
 
 
-def open_core(args: LlmArgs, engine: EnginePort) -> Core:
-    """Load, settle, allocate. Closes the engine when any of it fails."""
+def open_core(args: LlmArgs, engine: EnginePort, *, clock: Callable[[], float] = time.monotonic) -> Core:
+    """Load, settle, allocate. Closes the engine when any of it fails. `clock` is what deadlines and times are of."""
     try:
         facts = engine.open()
         settled = settle(args, facts)
@@ -82,7 +85,8 @@ def open_core(args: LlmArgs, engine: EnginePort) -> Core:
         raise
     log.info("%s", settled.table)
     log.info("%s", reuse_of(caches[0].settings, facts.groups).text)
-    return Core(engine, facts, settled, Scheduler(settled.scheduler, caches, connect=connect))
+    scheduler = Scheduler(settled.scheduler, caches, connect=connect, clock=clock)
+    return Core(engine, facts, settled, scheduler, clock)
 
 
 def _connector(args: LlmArgs, facts: EngineFacts, settled: Settled) -> Connect:
@@ -120,6 +124,7 @@ def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: flo
         startup=wire.Startup(
             memory=core.settled.memory.as_dict(),
             settings=as_dict(args, everything=True),
+            quantization=quantisation_name(source),
             seconds=time.monotonic() - started_s,
         ),
     )

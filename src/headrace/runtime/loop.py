@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from headrace import wire
+from headrace.runtime.cache_map import cache_map
 from headrace.runtime.stats import IterationStats, take_kv_events
 from headrace.scheduler.scheduler import Outbox, Scheduler
 from headrace.seam import EnginePort
@@ -46,7 +47,16 @@ class Loop:
     submitted before the last result is collected.
     """
 
-    def __init__(self, scheduler: Scheduler, engine: EnginePort, link: Link, stats: IterationStats) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: EnginePort,
+        link: Link,
+        stats: IterationStats,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self.scheduler = scheduler
         self.engine = engine
         self.link = link
@@ -60,19 +70,22 @@ class Loop:
     def run(self) -> None:
         """Until a Shutdown message; raises what the engine raises."""
         while not self._stopping:
-            self._drain()
-            self.step()
+            self.turn()
         self._come_to_rest()
+
+    def turn(self) -> None:
+        self._drain()
+        self.step()
 
     def _come_to_rest(self) -> None:
         """Copies under way end, and what is worth keeping goes to disk, if that is soon done."""
-        deadline_s = time.monotonic() + REST_S
-        while self.scheduler.has_only_copies and time.monotonic() < deadline_s:
+        deadline_s = self._clock() + REST_S
+        while self.scheduler.has_only_copies and self._clock() < deadline_s:
             self.step()
 
     def step(self) -> None:
         scheduler = self.scheduler
-        plan = scheduler.plan(time.monotonic())
+        plan = scheduler.plan(self._clock())
         self._send(Outbox.of(scheduler.take_deltas()))
         if plan is not None:
             self.engine.submit(plan)
@@ -84,7 +97,7 @@ class Loop:
             self._send(outbox, is_step=True)
 
     def _send(self, outbox: Outbox, *, is_step: bool = False) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         if outbox or (is_step and now_s - self._sent_s >= BEAT_PERIOD_S):
             self.link.send(outbox, self.steps)
             self._sent_s = now_s
@@ -101,7 +114,7 @@ class Loop:
         if not scheduler.has_only_commands:
             self._command_since_s = None
             return (0.0 if scheduler.num_active else HELD_WAIT_S) if scheduler.has_work else IDLE_WAIT_S
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._command_since_s = self._command_since_s or now_s
         return min(max(HELD_WAIT_S, COMMAND_WAIT_SHARE * (now_s - self._command_since_s)), MAX_COMMAND_WAIT_S)
 
@@ -127,6 +140,8 @@ class Loop:
             case wire.Unpin(call, name):
                 found = self.scheduler.unpin(name)
                 self.link.reply(wire.Pins(call, self.scheduler.pins(), found))
+            case wire.GetCacheMap():
+                self.link.reply(cache_map(self.scheduler, message))
             case wire.Shutdown():
                 self._stopping = True
             case wire.Hello():

@@ -25,6 +25,8 @@ CPU_POOL_CAP_BYTES = 4 * GIB
 MAX_SPARE_SLOTS = 256
 STAGING_BLOCKS = 64
 """Of each group, on the host, where only a disk tier was asked for."""
+CPU_STEP_S = 0.5
+"""What a step takes for prompts, where nobody asked for another time: a cancel or a new request waits for its end."""
 SLOT_BYTES = 1024
 """About what a slot costs in the scheduler and the sampler, used or not, beside its block tables."""
 STATES_SHARE = 0.5
@@ -86,7 +88,9 @@ def settle(args: LlmArgs, facts: EngineFacts) -> Settled:
         disk_blocks=_tier(args, facts, pools, "disk_cache_size"),
         disk_folder=kv.disk_cache_path or "" if kv.disk_cache_size else "",
     )
-    scheduler = scheduler_settings(args, max_seq_len=max_seq_len, max_batch_size=room.max_batch_size)
+    scheduler = scheduler_settings(
+        args, max_seq_len=max_seq_len, max_batch_size=room.max_batch_size, on_cpu=room.on_cpu
+    )
     return Settled(scheduler, sizes, max_seq_len, num_tokens, demand, room.table(sizes))
 
 
@@ -276,7 +280,7 @@ def num_slots(max_batch_size: int, args: LlmArgs) -> int:
     return max_batch_size + (min(max_batch_size, MAX_SPARE_SLOTS) if depth_of(args) else 0)
 
 
-def scheduler_settings(args: LlmArgs, *, max_seq_len: int, max_batch_size: int) -> SchedulerSettings:
+def scheduler_settings(args: LlmArgs, *, max_seq_len: int, max_batch_size: int, on_cpu: bool) -> SchedulerSettings:
     policy = args.scheduler_config
     chunking = policy.context_chunking_policy
     return SchedulerSettings(
@@ -295,4 +299,5 @@ def scheduler_settings(args: LlmArgs, *, max_seq_len: int, max_batch_size: int) 
         batch_wait_timeout_s=args.batch_wait_timeout_ms / 1000,
         batch_wait_iters=args.batch_wait_timeout_iters,
         batch_wait_max_tokens_ratio=args.batch_wait_max_tokens_ratio,
+        max_step_s=args.max_step_s or (CPU_STEP_S if on_cpu else 0.0),
     )

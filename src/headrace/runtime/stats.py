@@ -38,6 +38,8 @@ class IterationStats:
         now_s = time.monotonic()
         latency_s, self._last_s = now_s - self._last_s, now_s
         self.totals.record(scheduler.counts, result, latency_s=latency_s)
+        if scheduler.counts.num_admitted:
+            self.totals.record_reuse(section.kv.counters for section in scheduler.sections)
         self._result = result
         if not self.enabled:
             return

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace import wire
-from headrace.kvcache.stats import CacheStats
+from headrace.kvcache.stats import CacheStats, Counters
+from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.scheduler import Scheduler, StepCounts
 from headrace.seam import StepResult
 from headrace.wire import Sample
@@ -53,6 +56,10 @@ class StepTotals:
     """Of the latest step."""
     last_s: float = 0.0
     """How long it took."""
+    reuse_rate: float = 0.0
+    """Of the blocks that the latest admitted prompts fill, those that were there."""
+    known: tuple[int, int] = (0, 0)
+    """Blocks reused and missed up to there."""
     prefill_tokens: Tally = field(default_factory=lambda: Tally(PREFILL_BOUNDS))
     """Prompt tokens of the steps that had any."""
     grammar_s: Tally = field(default_factory=lambda: Tally(COMPILE_BOUNDS))
@@ -75,10 +82,25 @@ class StepTotals:
             if "compile_s" in outcome:
                 self.grammar_s.add(outcome["compile_s"])
 
+    def record_reuse(self, caches: Iterable[Counters]) -> None:
+        """After a step that has admitted requests."""
+        reused, missed = 0, 0
+        for counters in caches:
+            reused += counters.reused_blocks
+            missed += counters.missed_blocks
+        found, wanted = reused - self.known[0], reused + missed - sum(self.known)
+        if wanted:
+            self.reuse_rate = found / wanted
+        self.known = reused, missed
+
     def snapshot(self, scheduler: Scheduler) -> wire.Metrics:
         caches = [section.kv.stats for section in scheduler.sections]
         return wire.Metrics(
-            [*self._gauges(scheduler), *_kv_gauges(caches, scheduler.settings.tokens_per_block)],
+            [
+                *self._gauges(scheduler),
+                *_kv_gauges(caches, scheduler.settings.tokens_per_block),
+                Sample("kv_cache_iter_reuse_rate", self.reuse_rate),
+            ],
             [*self._counters(), *_kv_counters(caches)],
             [self.prefill_tokens.named("prefill_batch_tokens"), self.grammar_s.named("grammar_compile_seconds")],
         )
@@ -91,6 +113,7 @@ class StepTotals:
         return [
             Sample("num_requests_running", scheduler.num_active),
             Sample("num_requests_waiting", len(scheduler.queue)),
+            *_queue_gauges(scheduler.queue),
             Sample("max_num_active_requests", settings.max_batch_size),
             Sample("num_context_requests", busy * last.num_context_rows),
             Sample("num_generation_requests", busy * last.num_generation_rows),
@@ -120,6 +143,19 @@ class StepTotals:
         ]
 
 
+def _queue_gauges(queue: WaitingQueue) -> list[Sample]:
+    """A pass over the queue, for each scrape."""
+    num_tokens, oldest_s = 0, math.inf
+    for waiting in queue:
+        num_tokens += len(waiting.request.prompt)
+        oldest_s = min(oldest_s, waiting.request.arrival_s)
+    age_s = max(time.monotonic() - oldest_s, 0.0)
+    return [
+        Sample("num_tokens_waiting", num_tokens),
+        Sample("queue_oldest_seconds", age_s if math.isfinite(oldest_s) else 0.0),
+    ]
+
+
 def _kv_gauges(caches: Sequence[CacheStats], tokens_per_block: int) -> list[Sample]:
     total = sum(sum(one.num_total) for one in caches)
     leased = sum(sum(one.num_leased) for one in caches)
@@ -127,11 +163,8 @@ def _kv_gauges(caches: Sequence[CacheStats], tokens_per_block: int) -> list[Samp
     host_used = sum(sum(one.host_used) for one in caches)
     hits = sum(one.hit_tokens for one in caches)
     looked_up = hits + sum(one.miss_tokens for one in caches)
-    reused = sum(one.reused_blocks for one in caches)
-    wanted = reused + sum(one.missed_blocks for one in caches)
     return [
         Sample("kv_cache_hit_rate", hits / looked_up if looked_up else 0.0),
-        Sample("kv_cache_iter_reuse_rate", reused / wanted if wanted else 0.0),
         Sample("kv_cache_utilization", leased / total if total else 0.0),
         Sample("kv_cache_host_utilization", host_used / host_total if host_total else 0.0),
         Sample("kv_cache_max_blocks", total),

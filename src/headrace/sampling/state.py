@@ -32,9 +32,11 @@ LOGPROBS = 128
 PROCESSED = 256  # log-probabilities of what is drawn from, not of the raw logits
 RAW_LOGITS = 512  # the engine hands the raw logits out
 GRAMMAR = 1024  # the engine brings a mask
+CAPPED = 2048  # the engine brings a mask in few steps, and knows in which
 
-ALTERED = PENALTIES | STOP_MASK | SPECIAL | GRAMMAR  # the logits themselves are rewritten
-CAPTURABLE = RANDOM | RANKED | MIN_P | PENALTIES | STOP_MASK | SPECIAL | LOGPROBS  # needs nothing of the host in a step
+ALTERED = PENALTIES | STOP_MASK | SPECIAL | GRAMMAR | CAPPED  # the logits themselves are rewritten
+CAPTURABLE = RANDOM | RANKED | MIN_P | PENALTIES | STOP_MASK | SPECIAL | LOGPROBS | CAPPED
+"""Needs nothing of the host in a step."""
 
 _NO_ROW = -1
 
@@ -214,6 +216,8 @@ class SlotParams:
             features |= GRAMMAR  # whose masks know of the least length
         elif init.min_len > init.prompt_len and init.stop_ids:
             features |= STOP_MASK
+        if init.thinking is not None:
+            features |= CAPPED
         if is_special(sampling):
             features |= SPECIAL
             if needs_late_tokens(sampling):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,8 +11,8 @@ from headrace.scheduler.beam import BeamRows
 from headrace.scheduler.request import Active, closed, stamp
 from headrace.scheduler.rows import ContextRow, Planned
 from headrace.scheduler.section import SectionScheduler
-from headrace.seam import Ints, RowLogprobs, SectionResult
-from headrace.types import Delta, FinishReason, Logprobs
+from headrace.seam import NO_TOKEN, Ints, RowLogprobs, SectionResult
+from headrace.types import Delta, FinishReason, Logprobs, Request
 
 
 @dataclass(slots=True)
@@ -50,15 +49,20 @@ def ending(active: Active, token: int, length: int, min_len: int) -> FinishReaso
     return "length" if length >= active.limit else None
 
 
+def _at_fault(request: Request) -> str:
+    """The caller's field that leaves no token."""
+    return request.grammar.param if request.grammar is not None else "thinking_token_budget"
+
+
 class Commit:
     """One section's result applied to its scheduler; lives for one call."""
 
-    def __init__(self, section: SectionScheduler, planned: Planned, result: SectionResult) -> None:
+    def __init__(self, section: SectionScheduler, planned: Planned, result: SectionResult, *, now_s: float) -> None:
         assert len(result.num_accepted) == planned.num_rows, "a result must answer the plan's rows"
         self.section = section
         self.planned = planned
         self.result = result
-        self.now_s = time.monotonic()
+        self.now_s = now_s
         self.out = Committed()
         self._offsets: Ints = np.zeros(len(result.num_accepted) + 1, np.int32)
         np.add.accumulate(result.num_accepted, out=self._offsets[1:], dtype=np.int32)
@@ -229,6 +233,7 @@ class Commit:
                 id=active.request.id,
                 finish=finish,
                 error=error,
+                param=_at_fault(active.request) if error == NO_TOKEN else "",
                 times=times,
                 cached_tokens=active.cached_tokens,
                 embedding=embedding,

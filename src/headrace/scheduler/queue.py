@@ -25,6 +25,13 @@ class WaitingQueue:
         self._timed: dict[int, Waiting] = {}
         """Those with a deadline of their own or of a hold: what a sweep has to look at."""
 
+        self._num_arrivals = 0
+
+    def next_order(self) -> int:
+        """The arrival number of a new request."""
+        self._num_arrivals += 1
+        return self._num_arrivals - 1
+
     def __len__(self) -> int:
         return len(self._ids)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ from headrace.scheduler.commands import Commands
 from headrace.scheduler.commit import Commit, Committed
 from headrace.scheduler.external import Connect, no_external
 from headrace.scheduler.grammars import TOO_LONG, Grammars
+from headrace.scheduler.pace import Pace
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.request import Active, Waiting, closed
 from headrace.scheduler.rows import Planned
@@ -86,9 +87,15 @@ class Scheduler:
     """Owns every accepted request until its terminal state, which it decides (first reason wins)."""
 
     def __init__(
-        self, settings: SchedulerSettings, caches: Sequence[KvCache], *, connect: Connect = no_external
+        self,
+        settings: SchedulerSettings,
+        caches: Sequence[KvCache],
+        *,
+        connect: Connect = no_external,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
+        self._clock = clock
         self.sections = [SectionScheduler(settings, kv, connect(kv, at)) for at, kv in enumerate(caches)]
         self.queue = WaitingQueue(by_priority=settings.queue_by_priority)
         self.commands = Commands()
@@ -100,26 +107,24 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()
         self._deltas: list[Delta] = []
         self._step = 0
-        self._arrivals = 0
         self._next_sweep_s = 0.0
         self._planning = StepCounts()
-        self._prefill_speed = 0.0
-        """Tokens a second."""
+        self.pace = Pace(settings)
 
     # ---- requests in, requests out -----------------------------------------------------------
 
     def add(self, request: Request, *, holds: dict[str, float] | None = None) -> None:
         """Accept a request; `holds` names what it waits for, with deadlines (monotonic seconds)."""
         claim = self.sections[0].kv.claim_of(request)
-        waiting = Waiting(request, list(request.prompt), self._arrivals, claim, times=RequestTimes(request.arrival_s))
+        order, times = self.queue.next_order(), RequestTimes(request.arrival_s)
+        waiting = Waiting(request, list(request.prompt), order, claim, times=times)
         for kind, deadline_s in (holds or {}).items():
             waiting.hold(kind, deadline_s)
-        self._arrivals += 1
         refusal = self.refusal(request)
         if refusal:
             self._end_waiting(waiting, "error", refusal)
             return
-        self._admission.grammars.hold(waiting, time.monotonic())
+        self._admission.grammars.hold(waiting, self._clock())
         self.queue.push(waiting)
 
     def refusal(self, request: Request) -> str:
@@ -164,7 +169,7 @@ class Scheduler:
         if not active.draining:
             section.start_draining(active)
         active.finish, active.preempting = reason, False
-        times = closed(active.times, time.monotonic())
+        times = closed(active.times, self._clock())
         self._deltas.append(
             Delta(id=request_id, finish=reason, error=error, times=times, cached_tokens=active.cached_tokens)
         )
@@ -182,7 +187,7 @@ class Scheduler:
     def _end_waiting(self, waiting: Waiting, reason: FinishReason, error: str = "", param: str = "") -> None:
         for section in self.sections:
             section.external.ended(waiting.request.id)
-        times = closed(waiting.times, time.monotonic())
+        times = closed(waiting.times, self._clock())
         self._deltas.append(Delta(id=waiting.request.id, finish=reason, error=error, param=param, times=times))
         self._log_end(waiting.request, reason, len(waiting.tokens), error)
 
@@ -267,7 +272,7 @@ class Scheduler:
         self._step += 1
         generations = [section.plan_generation(self._step) for section in self.sections]
         budgets = [
-            self.settings.max_num_tokens - len(rows) * (1 + self.settings.draft_len) - section.num_beam_rows()
+            self.pace.budget(len(rows) * (1 + self.settings.draft_len) + section.num_beam_rows())
             for section, rows in zip(self.sections, generations, strict=True)
         ]
         self._admit(now_s, budgets)
@@ -354,15 +359,16 @@ class Scheduler:
             if waiting is not None:
                 self._end_waiting(waiting, "error", failure.error, failure.param)
         parts: list[Committed] = []
+        now_s = self._clock()
         for section, planned, rows in zip(self.sections, flight.planned, result.sections, strict=True):
-            part = Commit(section, planned, rows).run()
+            part = Commit(section, planned, rows, now_s=now_s).run()
             for active in part.ended:
                 self._forget(active)
             parts.append(part)
         counts = flight.counts
         counts.num_context_tokens = sum(part.num_context_tokens for part in parts)
-        self._measure(counts.num_context_tokens, result.forward_s)
         counts.num_generated = sum(part.num_generated for part in parts)
+        self._measure(counts, result.forward_s)
         counts.num_ended = sum(len(part.ended) for part in parts)
         self.counts = counts
         self._deltas.extend(delta for part in parts for delta in part.deltas)
@@ -370,15 +376,11 @@ class Scheduler:
         tokens = [array for part in parts for array in part.plain_tokens]
         return Outbox.joined(ids, tokens, self.take_deltas())
 
-    def _measure(self, num_context_tokens: int, forward_s: float) -> None:
-        """How fast prompts are computed, from the steps that mostly do that."""
-        tokens = num_context_tokens / len(self.sections)
-        if forward_s <= 0.0 or tokens < self.settings.max_num_tokens / 2:
-            return
-        speed = tokens / forward_s
-        self._prefill_speed = speed if not self._prefill_speed else 0.8 * self._prefill_speed + 0.2 * speed
-        for section in self.sections:
-            section.kv.set_prefill_speed(self._prefill_speed)
+    def _measure(self, counts: StepCounts, forward_s: float) -> None:
+        share = len(self.sections)
+        if self.pace.note(counts.num_context_tokens / share, counts.num_generated / share, forward_s):
+            for section in self.sections:
+                section.kv.set_prefill_speed(self.pace.prefill_speed)
 
     def take_deltas(self) -> list[Delta]:
         """Deltas that no commit brings: refusals, aborts, time-outs."""

@@ -129,7 +129,7 @@ class SectionScheduler:
         sampling = request.sampling
         if request.beam is not None:
             return beam_init(active, slot)
-        history = ints(active.tokens) if sampling.needs_history or request.grammar is not None else None
+        is_followed = sampling.needs_history or request.grammar is not None or request.thinking is not None
         return SlotInit(
             slot=slot,
             request_id=request.id,
@@ -138,8 +138,9 @@ class SectionScheduler:
             min_len=active.min_len,
             max_len=active.limit,
             stop_ids=request.stop_ids,
-            history=history,
+            history=ints(active.tokens) if is_followed else None,
             grammar=request.grammar,
+            thinking=request.thinking,
         )
 
     def _promised_to_beams(self) -> int:

@@ -29,5 +29,7 @@ class SchedulerSettings:
     batch_wait_timeout_s: float = 0.0
     batch_wait_iters: int = 0
     batch_wait_max_tokens_ratio: float = 0.0
+    max_step_s: float = 0.0
+    """About as long as a step may take for its prompts (`pace.py`); 0 bounds it by tokens alone."""
     max_skips: int = 32
     """Later requests admitted past a waiting one before nobody may pass it any more."""

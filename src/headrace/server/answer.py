@@ -29,6 +29,8 @@ class Api(NamedTuple):
     """The body's field that the prompt comes from, for errors."""
     has_free_ids: bool = False
     """An answer may be called as the client calls its request."""
+    operation: str = "chat"
+    """As OpenTelemetry's conventions call it (`gen_ai.operation.name`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,10 @@ class Answer:
     def __post_init__(self) -> None:
         free_id = self.client_id if self.api.has_free_ids else ""
         self.id = self.id or free_id or self.api.prefix + uuid.uuid4().hex
+
+    @property
+    def operation(self) -> str:
+        return self.api.operation
 
     @property
     def label(self) -> str:

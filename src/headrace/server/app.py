@@ -13,15 +13,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from headrace.front.errors import RequestError
+from headrace.front.tracing import Trace
 from headrace.log import get
 from headrace.server.cache_routes import add_cache_routes
 from headrace.server.embedding_routes import add_embedding_routes
 from headrace.server.errors import Unavailable, error_body, error_response, model_not_found
 from headrace.server.event_stream import EventStream
 from headrace.server.generating import Prepare
+from headrace.server.map_routes import add_map_routes
 from headrace.server.message_routes import add_message_routes
 from headrace.server.openapi import add_document
 from headrace.server.operation_routes import add_operation_routes
+from headrace.server.page import add_page
 from headrace.server.prepare import Kitchen, Prepared
 from headrace.server.reading import read_json
 from headrace.server.replies import Refuse, gone, refusal_of
@@ -54,8 +57,11 @@ def make_app(service: Service, *, version: str) -> FastAPI:
         add_response_routes(app, service, routes.generate)
         add_message_routes(app, service, routes.generate)
     add_cache_routes(app, service, routes.generate)
+    add_map_routes(app, service)
     add_embedding_routes(app, routes.generate)
     add_text_routes(app, service)
+    if service.options.operations.page:
+        add_page(app)
     add_document(app, model_name=service.options.model_name, has_keys=bool(service.options.api_keys))
     app.add_exception_handler(HTTPException, _http_error)
     wrap(app, service)
@@ -95,6 +101,7 @@ class Routes:
         """Run a request of the model; `refuse` writes errors that come before the first byte."""
         departed: asyncio.Task[None] | None = None
         response = gone()
+        trace = self._service.options.operations.tracer.begin(request.headers)
         try:
             caller = Caller.of(request.headers)
             self._service.require_entry()
@@ -105,20 +112,26 @@ class Routes:
                     self._service.workers, _prepare, prepare, kitchen, data, caller
                 )
                 await asyncio.wait({work, departed}, return_when=asyncio.FIRST_COMPLETED)
-            response = await self._answer(work, departed, refuse)
+            response = await self._answer(work, departed, refuse, trace)
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:  # still preparing when the time to shut down was up
-            response = refuse(Unavailable("the server is shutting down", code="shutting_down"))
+            refusal = Unavailable("the server is shutting down", code="shutting_down")
+            trace.refuse(refusal)
+            response = refuse(refusal)
         except Exception as error:
             self._service.counters.rejected += 1
-            response = refuse(refusal_of(error))
+            refusal = refusal_of(error)
+            trace.refuse(refusal)
+            response = refuse(refusal)
         finally:
             if departed is not None and not isinstance(response, EventStream):
                 departed.cancel()
         return response
 
-    async def _answer(self, work: asyncio.Future[Prepared], departed: asyncio.Task[None], refuse: Refuse) -> Response:
+    async def _answer(
+        self, work: asyncio.Future[Prepared], departed: asyncio.Task[None], refuse: Refuse, trace: Trace
+    ) -> Response:
         """The response; one that streams takes over `departed`, which tells that the client has left."""
         service = self._service
         if not work.done():
@@ -128,7 +141,7 @@ class Routes:
         if prepared.unknown and service.options.operations.strict_fields:
             name = prepared.unknown[0]
             raise RequestError(f"{name[:100]} is an unknown field: leave it out", param=name, code="unknown_field")
-        job = service.submit(prepared)
+        job = service.submit(prepared, trace=trace)
         departed.add_done_callback(lambda task: None if task.cancelled() else service.abort(job))
         body, last = await job.feed.next()
         if job.feed.error is not None:

@@ -67,7 +67,6 @@ class GenerationBody(Body):
     UNBUILT: ClassVar[dict[str, tuple[Any, ...]]] = {
         "lora_request": (),
         "disaggregated_params": (),
-        "thinking_token_budget": (),
         "return_context_logits": (False,),
         "top_p_min": (0, 0.0),
     }
@@ -111,6 +110,8 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = None
     guided_decoding: dict[str, Any] | None = None
     """TensorRT-LLM's GuidedDecodingParams."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning; then its end marker follows, and the answer."""
     priority: float | None = None
     timeout: float | None = None
     """Ours: seconds from arrival to the last token; then it ends with finish_reason "timeout"."""
@@ -147,7 +148,6 @@ class ChatBody(GenerationBody):
         "web_search_options": (),
         "verbosity": ("medium",),
         "documents": (),
-        "chat_template": (),
         "prompt_token_ids": (),
         "prompt_token_ids_b64": (),
         "media_io_kwargs": (),
@@ -161,6 +161,8 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    chat_template: str | None = None
+    """Where the server takes one."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -168,6 +170,8 @@ class ChatBody(GenerationBody):
     reasoning_effort: str | None = None
     """For the template; `none` is no reasoning at all."""
     thinking: ThinkingBody | None = None
+    stop_in_reasoning: bool | None = None
+    """Ours: stop strings end the reasoning, too, and not only the answer."""
 
 
 class CompletionBody(GenerationBody):
@@ -204,6 +208,7 @@ class PinBody(UnpinBody):
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     cache_salt: str | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
 

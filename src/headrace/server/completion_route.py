@@ -128,4 +128,4 @@ class CompletionRoute:
         return collector.prompt_logprobs or [None] * len(collector.prompt)
 
 
-COMPLETION = Api("cmpl-", CompletionRoute, prompt="prompt", has_free_ids=True)
+COMPLETION = Api("cmpl-", CompletionRoute, prompt="prompt", has_free_ids=True, operation="text_completion")

@@ -65,7 +65,8 @@ def prepare(kitchen: Kitchen, data: bytes, caller: Caller) -> Prepared:
     if body.encoding_format not in (None, "float", "base64"):
         raise RequestError("encoding_format must be 'float' or 'base64'", param="encoding_format")
     check_dimensions(body.dimensions, kitchen.builder.info.hidden_size)
-    api = Api("embd-", partial(EmbeddingWriter, body=body), prompt="input", has_free_ids=True)
+    writer = partial(EmbeddingWriter, body=body)
+    api = Api("embd-", writer, prompt="input", has_free_ids=True, operation="embeddings")
     answer = Answer(api=api, model=kitchen.model_name, client_id=caller.request_id)
     options = RequestOptions(
         pooling=pooling_of(body.pooling or kitchen.pooling),

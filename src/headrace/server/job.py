@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from headrace.front.collector import Choice, Collector
 from headrace.front.errors import RequestError
+from headrace.front.tracing import NO_TRACE, Trace
 from headrace.log import get
 from headrace.server.answer import Answer, Route
 from headrace.server.feed import Feed
@@ -50,12 +51,15 @@ class _Cursor:
 class Job:
     """`feed` belongs to the event loop, everything else to the thread that dispatches outputs."""
 
-    def __init__(self, answer: Answer, feed: Feed) -> None:
+    def __init__(self, answer: Answer, feed: Feed, *, trace: Trace = NO_TRACE) -> None:
         self.answer = answer
         self.feed = feed
+        self.trace = trace
         self.collectors: list[Collector] = []
         self.ended = False
         """The last piece has been written, well or not."""
+        self.error: RequestError | None = None
+        """Why it was the last one, where that is a fault."""
         self._route: Route = answer.api.writer(answer)
         self._places: dict[int, _Place] = {}
         self._num_open = 0
@@ -89,11 +93,12 @@ class Job:
     def fail(self, message: str, *, status: int = 500, code: str | None = None, param: str | None = None) -> Written:
         """End with an error: as the last event of a stream that has begun, else as the whole answer."""
         self.ended = True
-        error = RequestError(message, code=code, status=status, param=param)
+        error = self.error = RequestError(message, code=code, status=status, param=param)
+        say = log.error if status >= 500 else log.info  # a client's matter
         if self._begun:
-            log.error("request %s failed while it streamed: %s", self.answer.label, message)
+            say("request %s failed while it streamed: %s", self.answer.label, message)
             return Written(self._route.failure(error), True)
-        log.error("request %s failed: %s", self.answer.label, message)
+        say("request %s failed: %s", self.answer.label, message)
         return Written(b"", True, error)
 
     def _failure(self, collector: Collector) -> Written | None:

@@ -15,7 +15,7 @@ FROM_CHAT = {
     "stop": "stop_sequences",
     "response_format": "output_config",
     "reasoning_effort": "output_config",
-    "thinking_token_budget": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 """Names of the chat's fields in this API, for errors."""
 
@@ -190,11 +190,12 @@ def _part(block: dict[str, Any], place: str) -> dict[str, Any]:
         return {"type": "text", "text": _text(block, "text", place)}
     if kind == "document" and source.get("type") == "text":
         return {"type": "text", "text": _text(source, "data", f"{place}.source")}
-    if kind == "image" and source.get("type") == "url":
-        return {"type": "image_url", "image_url": {"url": _text(source, "url", f"{place}.source")}}
-    if kind == "image" and source.get("type") == "base64":
-        data, media = _text(source, "data", f"{place}.source"), _text(source, "media_type", f"{place}.source")
-        return {"type": "image_url", "image_url": {"url": f"data:{media};base64,{data}"}}
+    if kind == "image":
+        raise RequestError(
+            f"{place}: blocks of type 'image' can't be taken by this model, which reads text only",
+            param="messages",
+            code="unsupported_content",
+        )
     raise RequestError(f"{place}: blocks of type {kind!r} can't be taken", param="messages")
 
 

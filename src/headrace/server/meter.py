@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headrace.front.collector import Choice, Collector
 from headrace.server.metrics import ABORTS, Metrics
-from headrace.types import RequestTimes
+from headrace.types import Logprobs, RequestTimes
 
 __all__ = ["Meter"]
 
 NUM_STARTS = 64
 """How many requests that began tell the pace."""
+MAX_NATS = 700.0
+"""Of the mean of a token; beyond it the exponential has no float."""
 
 
 class Meter:
@@ -82,8 +85,17 @@ class Meter:
             histograms["prompt_cached_tokens_per_request"].observe(max(collector.cached_tokens, 0))
         counters["generation_tokens"].inc(choice.num_generated)
         histograms["e2e_request_latency_seconds"].observe(end_s - collector.arrival_s)
+        self._observe_perplexity(choice)
         if choice.times is not None:
             self._observe_times(choice, choice.times)
+
+    def _observe_perplexity(self, choice: Choice) -> None:
+        """Only where a client wanted log-probabilities: nobody else's are computed."""
+        histograms, prompt = self.metrics.histograms, choice.collector.prompt_logprobs
+        if choice.logprobs:
+            histograms["generation_perplexity"].observe(_perplexity(choice.logprobs))
+        if prompt is not None and choice.index == 0 and len(prompt) > 1:
+            histograms["prefill_perplexity"].observe(_perplexity(prompt[1:]))
 
     def _observe_times(self, choice: Choice, times: RequestTimes) -> None:
         end_s = times.last_token_s or time.monotonic()
@@ -99,3 +111,8 @@ class Meter:
         histograms["request_decode_time_seconds"].observe(decode_s)
         if choice.num_generated > 1:
             histograms["time_per_output_token_seconds"].observe(decode_s / (choice.num_generated - 1))
+
+
+def _perplexity(entries: Sequence[Logprobs | None]) -> float:
+    values = [entry.values[0] for entry in entries if entry is not None]
+    return math.exp(min(-sum(values) / max(len(values), 1), MAX_NATS))

@@ -44,6 +44,7 @@ FIRST_TOKEN = [
 PER_TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
 PREFILL = [0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560]
 CACHED = [0, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+PERPLEXITY = [1, 2, 5, 10, 25, 50, 100, 500, 1000]
 HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
     "time_to_first_token_seconds": (FIRST_TOKEN, "From arrival to the first token."),
     "time_per_output_token_seconds": (PER_TOKEN, "Between two tokens of a request, on average."),
@@ -53,6 +54,8 @@ HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
     "request_decode_time_seconds": (LATENCY, "From the first token to the last."),
     "request_inference_time_seconds": (LATENCY, "From the first step to the last token."),
     "prompt_cached_tokens_per_request": (CACHED, "Prompt tokens of a request that were found in the cache."),
+    "prefill_perplexity": (PERPLEXITY, "Of prompts whose log-probabilities were asked for."),
+    "generation_perplexity": (PERPLEXITY, "Of outputs whose log-probabilities were asked for."),
 }
 
 HELP = {
@@ -61,7 +64,13 @@ HELP = {
     "step_tokens": "Tokens computed in steps.",
     "eager_fallbacks": "Steps of generation only that ran without a CUDA graph although graphs are on.",
     "num_requests_preempted": "Requests that were paused for want of blocks.",
+    "kv_cache_hit_rate": "Share of prompt tokens that were found, since the start.",
+    "kv_cache_iter_reuse_rate": "Share of their blocks that the latest admitted prompts found.",
     "kv_cache_utilization": "Share of the device's blocks that requests hold.",
+    "num_tokens_waiting": "Prompt tokens of requests that wait for their first step.",
+    "queue_oldest_seconds": "How long the one has waited that came first of those that wait.",
+    "gpu_memory_usage_bytes": "What the engine has taken of each device's memory, as planned at start.",
+    "pinned_memory_usage_bytes": "Host memory for KV blocks that a device copies to and from.",
     "kv_cache_cached_blocks": "Device blocks that nobody holds and that a prefix may find.",
     "grammar_compile_seconds": "Time to compile the grammar of a request.",
 }

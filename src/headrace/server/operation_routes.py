@@ -83,6 +83,7 @@ class _OperationRoutes:
         except Unavailable:
             pass  # the last known values stand
         gauges = {"engine_ready": float(self._state == "ready"), "engine_stalled": float(service.is_stalled)}
+        gauges |= self._memory()
         text = await asyncio.to_thread(service.meter.metrics.render, self._told, gauges, self._infos())
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
@@ -198,30 +199,55 @@ class _OperationRoutes:
             raise RequestError(answer.error, code="profiler_state", status=409)
         return {"message": answer.message, "files": answer.files}
 
-    def _infos(self) -> Infos:
-        if self._service.state == "loading" or self._service.failure is not None:
-            return {}
+    def _model(self) -> wire.ModelInfo | None:
+        """None while it is loading, and when it is gone."""
         try:
-            info = self._service.info()
+            return self._service.info()
         except Unavailable:
+            return None
+
+    def _memory(self) -> dict[str, float]:
+        """Of the plan of a rank: what is taken at start is all there is."""
+        info = self._model()
+        memory = {} if info is None else info.startup.memory
+        if not memory or memory["device"].startswith("cpu"):
+            return {"gpu_memory_usage_bytes": 0.0, "pinned_memory_usage_bytes": 0.0}
+        taken = {"device": 0.0, "host": 0.0}
+        for row in memory["rows"]:
+            if row["tier"] in taken and row["use"] != "reserve":
+                taken[row["tier"]] += row["bytes"]
+        return {"gpu_memory_usage_bytes": taken["device"], "pinned_memory_usage_bytes": taken["host"]}
+
+    def _infos(self) -> Infos:
+        info = self._model()
+        if info is None:
             return {}
         settings = info.startup.settings
         kv: dict[str, Any] = settings.get("kv_cache_config") or {}
+        drafts: dict[str, Any] = settings.get("speculative_config") or {}
         size = int(settings.get("tensor_parallel_size") or 1)
         return {
             "model_config_info": {
                 "model": info.model,
                 "served_model_name": self._service.options.model_name,
                 "dtype": settings.get("dtype", ""),
+                "quantization": info.startup.quantization,
                 "max_model_len": info.max_seq_len,
+                "gpu_type": info.startup.memory.get("device", ""),
             },
             "parallel_config_info": {
                 "tensor_parallel_size": size,
                 "pipeline_parallel_size": settings.get("pipeline_parallel_size") or 1,
                 "context_parallel_size": settings.get("context_parallel_size") or 1,
                 "gpu_count": size,
+                "expert_parallel_size": settings.get("moe_expert_parallel_size") or 1,
             },
-            "speculative_config_info": {"spec_enabled": settings.get("speculative_config") is not None},
+            "speculative_config_info": {
+                "spec_enabled": settings.get("speculative_config") is not None,
+                "spec_method": drafts.get("decoding_type") or "",
+                "spec_num_tokens": drafts.get("max_draft_len") or 0,
+                "spec_draft_model": drafts.get("speculative_model") or "",
+            },
             "kv_cache_config_info": {
                 "page_size": info.tokens_per_block,
                 "enable_block_reuse": info.reuse.is_on,

@@ -18,9 +18,11 @@ from headrace.server.parsed_text import ParsedText
 from headrace.server.parsers._machine import Machine
 from headrace.server.parsers._tags import forced_calls, later_part, strict_calls
 from headrace.server.parsers.port import Format, Signs, Tree
+from headrace.server.thinking import BUDGET, Budget, Spellings, is_left_open, spellings_of
 from headrace.server.tools import ToolUse
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
+from headrace.types import Marker, ThinkingCap
 
 __all__ = ["AUTO", "ParsedChat", "Parsing", "choose_parsing", "parser_name", "parser_names"]
 
@@ -70,8 +72,8 @@ class ParsedChat:
     """None: the text is all content."""
     guided: GuidedDecodingParams | None = None
     """What the output has to match, calls and reasoning included."""
-    starts_after: tuple[int, ...] = ()
-    """Token ids that end the reasoning, from where `guided` holds."""
+    starts_after: Marker = ()
+    """What ends the reasoning, from where `guided` holds."""
     guided_by_tools: bool = False
     """It is the tools that constrain the output, and not the client's own field."""
 
@@ -84,8 +86,17 @@ class Parsing:
     thinking: Format | None = None
     calls: Format | None = None
 
-    def chat(self, prompt: str, use: ToolUse, params: SamplingParams, *, variables: Mapping[str, Any]) -> ParsedChat:
-        """`prompt` is the rendered one; `variables` are the template's.
+    def chat(
+        self,
+        prompt: str,
+        use: ToolUse,
+        params: SamplingParams,
+        *,
+        variables: Mapping[str, Any],
+        stops_thinking: bool = False,
+    ) -> ParsedChat:
+        """`prompt` is the rendered one; `variables` are the template's. Stop strings are looked for in the answer, and
+        in the reasoning if it `stops_thinking`.
 
         Raises:
             RequestError: a call has to be made and nobody knows how this model writes one.
@@ -94,7 +105,7 @@ class Parsing:
         is_parsed = self.thinking is not None or (self.calls is not None and bool(use.tools))
         new_text = None
         if self.tokenizer is not None and params.detokenize and is_parsed:
-            new_text = partial(self._new_text, use, opening is True)
+            new_text = partial(self._new_text, use, opening is True, stops_thinking)
         tree, own = self._tool_tree(use, params), params.guided_decoding
         thinking = self.thinking.thinking if self.thinking else None
         if thinking is None or opening is False or (tree is None and own is None):
@@ -104,12 +115,41 @@ class Parsing:
             return ParsedChat(new_text=new_text, guided=_tagged(tree) or own, guided_by_tools=tree is not None)
         answer = self.thinking.answer if self.thinking and tree is None else ("", "")
         wanted = later_part(thinking, wanted, answer=answer, is_open=opening is True)
-        starts_after = tuple(self._ids(thinking.end)) if opening else ()
+        starts_after = self._spellings.markers[thinking.end] if opening else ()
         return ParsedChat(
             new_text=new_text, guided=_tagged(wanted), starts_after=starts_after, guided_by_tools=tree is not None
         )
 
-    def _new_text(self, use: ToolUse, is_open: bool, params: SamplingParams, eos_ids: frozenset[int]) -> Text:
+    def cap(self, budget: Budget, prompt: str, use: ToolUse | None, *, variables: Mapping[str, Any]) -> ThinkingCap:
+        """The limit on the output's reasoning. `use` is a chat's; None: the prompt is any text, and not of a template.
+
+        Raises:
+            RequestError: nobody knows how this model marks its reasoning.
+        """
+        thinking = self.thinking.thinking if self.thinking else None
+        if thinking is None:
+            raise RequestError(
+                f"{BUDGET} needs to know how this model marks its reasoning: start the server with --reasoning_parser"
+                f" ({', '.join(parser_names('reasoning'))} or auto), or leave it out",
+                param=BUDGET,
+                code="no_reasoning_parser",
+            )
+        calls = self.calls.calls if self.calls and use is not None and use.tools else None
+        others = (*thinking.also_ends, *(calls.begins if calls and calls.ends_reasoning else ()))
+        is_open = is_left_open(prompt, thinking.begin, thinking.end)
+        markers = self._spellings.markers
+        return ThinkingCap(
+            max_tokens=budget.num_tokens,
+            ends=tuple(markers[text] for text in (thinking.end, *others)),
+            begin=markers[thinking.begin],
+            is_open=is_open if use is None else self._opening(prompt, variables) is True,
+            is_anywhere=thinking.anywhere,
+            blank_ids=() if thinking.anywhere else self._spellings.blank_ids,
+        )
+
+    def _new_text(
+        self, use: ToolUse, is_open: bool, stops_thinking: bool, params: SamplingParams, eos_ids: frozenset[int]
+    ) -> Text:
         assert self.tokenizer is not None
         calls = self.calls if use.tools else None
         machine = Machine(thinking=self.thinking, calls=calls, tools=use.tools or None, is_open=is_open)
@@ -120,6 +160,7 @@ class Parsing:
             eos_ids=eos_ids,
             shown_ids=self._thinking_ids if calls is None else self._thinking_ids | self._call_ids,
             one_call=calls is not None and not use.parallel,
+            stops_thinking=stops_thinking,
         )
 
     def _tool_tree(self, use: ToolUse, params: SamplingParams) -> Tree | None:
@@ -160,6 +201,14 @@ class Parsing:
 
     def _ids(self, text: str) -> list[int]:
         return [] if self.tokenizer is None else self.tokenizer.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _spellings(self) -> Spellings:
+        thinking = self.thinking.thinking if self.thinking else None
+        calls = self.calls.calls if self.calls else None
+        assert self.tokenizer is not None and thinking is not None
+        texts = (thinking.begin, thinking.end, *thinking.also_ends, *(calls.begins if calls else ()))
+        return spellings_of(texts, self.tokenizer)
 
     @cached_property
     def _thinking_ids(self) -> frozenset[int]:

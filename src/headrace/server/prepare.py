@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 from headrace import wire
-from headrace.front.builder import RequestBuilder, RequestOptions
+from headrace.front.builder import RequestBuilder, RequestOptions, RouteDefaults
 from headrace.front.cache import as_retention_config, name_of, require_reuse
 from headrace.front.collector import Collector, NewText
 from headrace.front.errors import RequestError
@@ -23,11 +23,14 @@ from headrace.server.messages import check_roles, has_calls, plain_messages
 from headrace.server.params import chat_params, completion_params
 from headrace.server.parsing import Parsing
 from headrace.server.reasoning import variables_of
+from headrace.server.rules import RequestRules
 from headrace.server.tenancy import SESSION_HEADER, Caller, salt_of
-from headrace.server.tools import tool_use_of
+from headrace.server.thinking import BUDGET, budget_of
+from headrace.server.tools import ToolUse, tool_use_of
+from headrace.text.given_template import MAX_GIVEN_BYTES, GivenTemplate
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import Request
+from headrace.types import Request, ThinkingCap
 
 __all__ = ["Kitchen", "Prepared", "Rendered", "prompts_of"]
 
@@ -79,6 +82,7 @@ class Kitchen:
     parsing: Parsing = field(default_factory=Parsing)
     pooling: Literal["last", "mean"] = "last"
     """Of embeddings, where the request names none."""
+    rules: RequestRules = field(default_factory=RequestRules)
 
     def chat(self, data: bytes, caller: Caller) -> Prepared:
         """Raises RequestError or NotImplementedError, naming the field."""
@@ -91,10 +95,16 @@ class Kitchen:
         params = chat_params(body)
         use = answer.tool_use = tool_use_of(body)
         rendered = self.rendered(body)
-        parsed = self.parsing.chat(rendered.text, use, params, variables=variables_of(body))
+        parsed = self.parsing.chat(
+            rendered.text, use, params, variables=variables_of(body), stops_thinking=bool(body.stop_in_reasoning)
+        )
         answer.has_parser = parsed.new_text is not None
         params.guided_decoding = parsed.guided
-        options = replace(self._options(answer, body, caller), grammar_starts_after=parsed.starts_after)
+        options = replace(
+            self._options(answer, body, caller),
+            grammar_starts_after=parsed.starts_after,
+            thinking=self._cap(body, params, rendered.text, use),
+        )
         if parsed.guided_by_tools:
             options = replace(options, grammar_param="tools")
         return self._prepared(answer, params, [rendered.ids], options, unknown, new_text=parsed.new_text)
@@ -126,6 +136,8 @@ class Kitchen:
                 param="prompt",
             )
         ids = [self.builder.encode(p, params) if isinstance(p, str) else p for p in prompts]
+        is_capped = body.thinking_token_budget is not None
+        caps = [self._cap(body, params, self._as_text(p)) for p in prompts] if is_capped else []
         if body.echo:
             echo = [
                 p if isinstance(p, str) and params.truncate_prompt_tokens is None else self._shown(i, params)
@@ -133,7 +145,7 @@ class Kitchen:
             ]
             answer.shown = replace(answer.shown, echo=echo)
         options = self._options(answer, body, caller, default_max_tokens=COMPLETION_MAX_TOKENS)
-        return self._prepared(answer, params, ids, options, unknown)
+        return self._prepared(answer, params, ids, options, unknown, caps=caps)
 
     def pin(self, data: bytes, caller: Caller) -> Prepared:
         """A prompt to be computed and kept. Raises RequestError, naming the field."""
@@ -159,6 +171,31 @@ class Kitchen:
         )
         answer = Answer(api=COMPLETION, model=self.model_name, failure_status=409)
         return self._prepared(answer, params, [prompt], options, unknown)
+
+    def _as_text(self, prompt: str | list[int]) -> str:
+        """A prompt with all its marks; '' where there is no tokenizer."""
+        if isinstance(prompt, str) or self.tokenizer is None:
+            return prompt if isinstance(prompt, str) else ""
+        size = self.builder.info.num_valid_ids  # others are refused later
+        return self.tokenizer.decode([i for i in prompt if 0 <= i < size], skip_special_tokens=False)
+
+    def _cap(
+        self, body: GenerationBody, params: SamplingParams, prompt: str, use: ToolUse | None = None
+    ) -> ThinkingCap | None:
+        """The limit on the reasoning. `use` is a chat's. Raises RequestError."""
+        budget = budget_of(body, self.rules.thinking_budgets)
+        if budget is None or not (budget.is_asked_for or self.parsing.thinking):
+            return None
+        variables = variables_of(body) if isinstance(body, ChatBody) else {}
+        cap = self.parsing.cap(budget, prompt, use, variables=variables)
+        whole = budget.num_tokens + len(cap.ends[0])
+        if budget.is_asked_for and params.max_tokens is not None and whole >= params.max_tokens:
+            raise RequestError(
+                f"{BUDGET} {budget.num_tokens} and the end of the reasoning leave nothing of {params.max_tokens} tokens"
+                " for an answer: lower it, or allow more tokens in all",
+                param=BUDGET,
+            )
+        return cap
 
     def _shown(self, ids: list[int], params: SamplingParams) -> str:
         if self.tokenizer is None:
@@ -195,24 +232,41 @@ class Kitchen:
     def _chat_prompt(
         self, messages: list[dict[str, Any]], body: ChatBody | PinBody, *, add_generation_prompt: bool
     ) -> Rendered:
-        if self.template is None or self.tokenizer is None:
+        template = self.template
+        if template is None or self.tokenizer is None:
             raise RequestError("a chat needs a tokenizer and this engine has none: send ids to /v1/completions",
                                param="messages")  # fmt: skip
         variables = variables_of(body)
+        if body.chat_template is not None:
+            template = self._given_template(body.chat_template, template)
         try:
-            text = self.template.render(
-                plain_messages(messages, arguments_as_text=has_calls(messages) and self.template.arguments_as_text),
+            text = template.render(
+                plain_messages(messages, arguments_as_text=has_calls(messages) and template.arguments_as_text),
                 tools=tool_use_of(body).shown if isinstance(body, ChatBody) else None,
                 add_generation_prompt=add_generation_prompt,
                 extra=variables,
             )
-            check_roles(messages, self.template.source)  # behind the template, whose own message says more
+            check_roles(messages, template.source)  # behind the template, whose own message says more
             # The template writes BOS itself, so the tokenizer must not.
             return Rendered(text, self.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
         except RequestError:
             raise
         except ValueError as error:
             raise RequestError(str(error), param="messages", code="chat_template_error") from None
+
+    def _given_template(self, source: str, own: ChatTemplate) -> GivenTemplate:
+        """A request's template in place of the model's `own`. Raises RequestError."""
+        if not self.rules.takes_templates:
+            raise RequestError(
+                "chat_template: this server takes no templates from requests: leave it out, or start the server with"
+                " --allow_request_chat_template",
+                param="chat_template",
+                code="unsupported_parameter",
+            )
+        if len(source.encode(errors="replace")) > MAX_GIVEN_BYTES:
+            raise RequestError(f"chat_template has more than {MAX_GIVEN_BYTES} bytes: shorten it",
+                               param="chat_template")  # fmt: skip
+        return GivenTemplate(source, special_tokens=own.special_tokens)
 
     def _options(
         self, answer: Answer, body: GenerationBody, caller: Caller, *, default_max_tokens: int | None = None
@@ -228,8 +282,9 @@ class Kitchen:
             grammar_param=guided_of(body).param,
             timeout_s=self.time_limit_s(body.timeout),
             arrival_s=caller.arrived_s,
-            unset=HTTP_UNSET,
-            default_max_tokens=default_max_tokens,
+            defaults=RouteDefaults(
+                unset=HTTP_UNSET, max_tokens=default_max_tokens, clamps_max_tokens=self.rules.clamps_max_tokens
+            ),
             param=answer.api.prompt,
         )
 
@@ -242,13 +297,16 @@ class Kitchen:
         unknown: list[str],
         *,
         new_text: NewText | None = None,
+        caps: Sequence[ThinkingCap | None] = (),
     ) -> Prepared:
+        """`caps`: by prompt, where they differ."""
         if answer.stream and answer.shown.prompt_logprobs:
             raise RequestError("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
         collectors: list[Collector] = []
         together: list[Request] = []
         for index, ids in enumerate(prompts):
             own = replace(options, label=answer.label if len(prompts) == 1 else f"{answer.label}/{index}")
+            own = replace(own, thinking=caps[index]) if caps else own
             requests, resolved = self.builder.build(ids, params, allocate=self.allocate, options=own)
             collectors.append(
                 Collector(requests, resolved, tokenizer=self.tokenizer, streaming=answer.stream, new_text=new_text)

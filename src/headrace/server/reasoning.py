@@ -18,7 +18,11 @@ def variables_of(body: ChatBody | PinBody) -> dict[str, Any]:
     """The template's variables; those of `chat_template_kwargs` win. Raises RequestError."""
     given = body.chat_template_kwargs or {}
     if "chat_template" in given:
-        raise RequestError("a request may not bring a chat template", param="chat_template_kwargs")
+        raise RequestError(
+            "chat_template_kwargs may not have a chat_template: a server that takes templates takes it as a field of"
+            " its own",
+            param="chat_template_kwargs",
+        )
     variables: dict[str, Any] = {}
     if isinstance(body, ChatBody):
         effort, switch = _effort(body.reasoning_effort, "reasoning_effort"), None

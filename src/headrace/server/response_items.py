@@ -91,8 +91,8 @@ def _message(item: Item, where: str) -> dict[str, Any]:
     return {"role": role, "content": _content(item.get("content"), where)}
 
 
-def _content(content: Any, where: str, *, name: str = "content") -> Any:
-    """Text, or parts of the chat API where there is more than text."""
+def _content(content: Any, where: str, *, name: str = "content") -> str:
+    """The text of a content in any form."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -104,14 +104,10 @@ def _content(content: Any, where: str, *, name: str = "content") -> Any:
         place = f"{where}.{name}[{at}]"
         if kind in TEXTS:
             parts.append({"type": "text", "text": _text(part, TEXTS[kind], place)})
-        elif kind == "input_image" and isinstance(part.get("image_url"), str):
-            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
         else:
-            raise RequestError(f"{place}: parts of type {kind!r} can't be taken", param="input",
-                               code="unsupported_content")  # fmt: skip
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
+            raise RequestError(f"{place}: parts of type {kind!r} can't be taken by this model, which reads text only",
+                               param="input", code="unsupported_content")  # fmt: skip
+    return "\n".join(part["text"] for part in parts)
 
 
 def _reasoning(item: Item, where: str) -> str:

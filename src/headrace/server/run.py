@@ -24,7 +24,7 @@ from headrace.server.app import make_app
 from headrace.server.protocol import Connection
 from headrace.server.service import Service, ServiceOptions
 
-__all__ = ["Fronts", "Outcome", "Process", "Tls", "bind", "is_public", "serve", "url_of"]
+__all__ = ["Fronts", "Outcome", "Process", "Tls", "Way", "bind", "is_public", "serve", "url_of"]
 
 log = get("server")
 
@@ -150,12 +150,25 @@ class _NoFronts:
 NO_FRONTS: Fronts = _NoFronts()
 
 
+class Way(Protocol):
+    """A way into the service: a server of one protocol on one address."""
+
+    async def serve(self) -> None:
+        """Until `stop`, and until what is under way has been answered."""
+        ...
+
+    def stop(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Process:
     """What this server process is beside its service."""
 
     tls: Tls | None = None
     fronts: Fronts = NO_FRONTS
+    rpc: Callable[[Service], Way] | None = None
+    """gRPC has the listener's address; HTTP is at `http_listener`, if there is one."""
+    http_listener: socket.socket | None = None
     waits_until_ready: bool = False
     """Takes no connection before it can answer: another process does meanwhile."""
 
@@ -189,6 +202,32 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Http:
+    """Implements `Way`."""
+
+    def __init__(self, service: Service, listener: socket.socket, version: str, tls: Tls | None) -> None:
+        self._listener = listener
+        config = uvicorn.Config(
+            make_app(service, version=version),
+            lifespan="off",
+            ws="none",
+            http=Connection,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+            **({} if tls is None else tls.options()),
+        )
+        self._server = _Uvicorn(config)
+
+    async def serve(self) -> None:
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
 class _Life:
     def __init__(
         self,
@@ -203,23 +242,15 @@ class _Life:
         self._runtime = runtime
         self._options = options
         self._process = process
-        self._url = url_of(listener, scheme="http" if process.tls is None else "https")
+        scheme = "grpc" if process.rpc is not None else "http"
+        self._url = url_of(listener, scheme=scheme if process.tls is None else f"{scheme}s")
         self._service = Service(options, load_text)
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
-        config = uvicorn.Config(
-            make_app(self._service, version=version),
-            lifespan="off",
-            ws="none",
-            http=Connection,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
-            **({} if process.tls is None else process.tls.options()),
-        )
-        self._server = _Uvicorn(config)
+        self._ways: list[Way] = [] if process.rpc is None else [process.rpc(self._service)]
+        http = listener if process.rpc is None else process.http_listener
+        if http is not None:
+            self._ways.append(_Http(self._service, http, version, process.tls))
 
     async def run(self) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -235,8 +266,11 @@ class _Life:
             self._service.start(self._runtime.address)
             fronts.start(self._runtime, self._listener)
             log.info("listening on %s, loading %s", self._url, self._options.model_name)
+            if self._process.http_listener is not None:
+                log.info("HTTP is at %s", url_of(self._process.http_listener))
             await self._until_end(serving)
-            self._server.should_exit = True
+            for way in self._ways:
+                way.stop()
             await asyncio.wait({serving}, timeout=FLUSH_TIMEOUT_S + 1)
         finally:
             watching.cancel()
@@ -248,7 +282,7 @@ class _Life:
     async def _serve(self) -> None:
         while self._process.waits_until_ready and self._service.state == "loading":
             await asyncio.sleep(READY_PERIOD_S)
-        await self._server.serve(sockets=[self._listener])
+        await asyncio.gather(*(way.serve() for way in self._ways))
 
     def _on_signal(self, number: signal.Signals) -> None:
         first = not self._stop.is_set()
@@ -264,7 +298,9 @@ class _Life:
         while service.failure is None and not self._stop.is_set() and not serving.done():
             if service.state == "ready" and not was_ready:
                 was_ready = True
-                log.info("ready: %s at %s/v1", self._options.model_name, self._url)
+                log.info("ready: %s at %s%s", self._options.model_name, self._url, "" if self._process.rpc else "/v1")
+                if self._options.operations.page and not self._process.rpc:
+                    log.info("the page is at %s/", self._url)
             changed = asyncio.create_task(service.changed.wait())
             await asyncio.wait({changed, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()

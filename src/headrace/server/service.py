@@ -15,6 +15,7 @@ from headrace import wire
 from headrace.front.errors import RequestError
 from headrace.front.router import Router
 from headrace.front.text_side import TextSide
+from headrace.front.tracing import NO_TRACE, NO_TRACES, Trace, Tracer
 from headrace.log import get
 from headrace.server.errors import Unavailable
 from headrace.server.feed import Feed
@@ -26,6 +27,7 @@ from headrace.server.parsing import choose_parsing
 from headrace.server.prepare import Kitchen, Prepared
 from headrace.server.pump import Batch, Pump
 from headrace.server.replies import GONE_STATUS
+from headrace.server.rules import RequestRules
 
 __all__ = ["Apis", "Operations", "Service", "ServiceOptions", "State"]
 
@@ -59,6 +61,11 @@ class Operations:
     buckets: dict[str, Any] = field(default_factory=dict[str, Any])
     """`prometheus_metrics_config`."""
     can_profile: bool = False
+    page: bool = True
+    """The page for people is at /."""
+    show_cached_text: bool = False
+    """The map of the cache has the texts of prefixes that the asker itself could use."""
+    tracer: Tracer = NO_TRACES
     shown: dict[str, Any] = field(default_factory=dict[str, Any])
     """The server's options as anybody with a key may see them."""
 
@@ -98,6 +105,7 @@ class ServiceOptions:
     """A prefix is shared by requests of one API key only; needs `api_keys`."""
     operations: Operations = Operations()
     apis: Apis = Apis()
+    rules: RequestRules = field(default_factory=RequestRules)
 
 
 @dataclass
@@ -152,6 +160,7 @@ class Service:
         if self._link is not None:
             await self._link.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.options.operations.tracer.close)
 
     def drain(self) -> None:
         """Take nothing new."""
@@ -226,7 +235,7 @@ class Service:
         finally:
             self.counters.entering -= 1
 
-    def submit(self, prepared: Prepared, *, is_probe: bool = False) -> Job:
+    def submit(self, prepared: Prepared, *, is_probe: bool = False, trace: Trace = NO_TRACE) -> Job:
         """Accept a prepared request; from now on it ends in exactly one way. A probe finds room in a full queue too.
 
         Raises:
@@ -237,7 +246,7 @@ class Service:
         if not is_probe:
             self._require_room(len(requests), sum(len(request.prompt) for request in requests))
         frame = prepared.frame  # first: a request that can't travel leaves nothing behind
-        job = Job(prepared.answer, Feed())
+        job = Job(prepared.answer, Feed(), trace=trace)
         for collector in prepared.collectors:
             job.add(collector)
             self.router.add(collector)
@@ -342,6 +351,7 @@ class Service:
             job.feed.put(data, last=True)
         self.jobs.discard(job)
         self.changed.set()
+        job.trace.end(job, error or job.error)
 
     def _control(self, message: wire.Down) -> None:
         assert self._info is not None
@@ -385,4 +395,5 @@ class Service:
                 model_type=info.model_type,
             ),
             pooling=text.pooling if pooling == "auto" else pooling,
+            rules=self.options.rules,
         )

@@ -7,6 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from headrace.server.auth import METRICS_PATHS, OPEN_PATHS, ApiKeys
 from headrace.server.envelope import Envelope
+from headrace.server.page import PAGE_PATHS
 from headrace.server.service import Service
 
 __all__ = ["wrap"]
@@ -21,7 +22,11 @@ def wrap(app: FastAPI, service: Service) -> None:
     for middleware in reversed(operations.middleware):
         app.add_middleware(middleware)
     if service.options.api_keys:
-        paths = OPEN_PATHS | METRICS_PATHS if operations.metrics_open else OPEN_PATHS
+        paths = OPEN_PATHS
+        if operations.metrics_open:
+            paths |= METRICS_PATHS
+        if operations.page:
+            paths |= PAGE_PATHS
         app.add_middleware(ApiKeys, keys=service.options.api_keys, open_paths=paths)
     if operations.cors_origins:  # outside the keys: a browser asks for permission without one
         app.add_middleware(

@@ -65,6 +65,10 @@ class ChatTemplate:
         return bool(self._sources)
 
     @property
+    def special_tokens(self) -> Mapping[str, str]:
+        return self._special_tokens
+
+    @property
     def source(self) -> str:
         """The default template's text, or ''."""
         return self._sources.get(_DEFAULT, next(iter(self._sources.values()), ""))

@@ -162,6 +162,7 @@ FORMAT = Format(
         end=f"{_CLOSE}think{_SEP}",
         tokens=(_OPEN, _CLOSE, _SEP),
         is_open=True,
+        also_ends=(f"{_OPEN}response{_SEP}", f"{_OPEN}tools{_SEP}"),
         anywhere=True,
     ),
     calls=Calls(

@@ -111,7 +111,12 @@ def _tag(tool: Tool) -> Tree:
 
 FORMAT = Format(
     thinking=Thinking(
-        begin=f"{_CHANNEL}analysis{_MESSAGE}", end=_END, tokens=_ALL, between=f"{_START}assistant", anywhere=True
+        begin=f"{_CHANNEL}analysis{_MESSAGE}",
+        end=_END,
+        tokens=_ALL,
+        between=f"{_START}assistant",
+        also_ends=tuple(mark for mark in _ALL if mark != _END),
+        anywhere=True,
     ),
     calls=Calls(
         begins=(_CHANNEL,),

@@ -130,6 +130,8 @@ class Thinking:
     """Without a word of the prompt on it, the output begins inside the reasoning."""
     between: str = ""
     """What the model writes between the end and what comes next."""
+    also_ends: tuple[str, ...] = ()
+    """Marks of other things inside of which there is no reasoning any more."""
     anywhere: bool = False
     """`begin` counts in the middle of an answer, too: ordinary text can't spell it."""
 
