@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,12 @@ from gpu_timing import DEVICE, FP8_TFLOP_S, HALF_TFLOP_S, Result, eight, half, m
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.attention.triton import TritonAttention
 from headrace.kernels import _triton_decode, _triton_linear, _triton_prefill
+from headrace.kernels._triton_linear import StreamTuning
 from headrace.kernels._triton_rope import launch_rope_write
 from headrace.kernels._triton_rows import launch_act_mul, launch_norm, launch_quantise
 from headrace.kernels._triton_sample import launch_draw, launch_shape
 from headrace.kernels.fp8_linear import fp8_linear
+from headrace.kernels.gated_linear import gated_linear
 from headrace.kernels.quantise import FP8, PLAIN, Form, Quantised
 from headrace.kernels.rope_write import Projected
 from headrace.kernels.slot_table import SlotTable
@@ -178,7 +181,7 @@ def prefill(tune: bool) -> Iterator[Result]:
 
 
 STREAM_TUNINGS = [
-    (inputs, parts, 4, stages)
+    StreamTuning(inputs, parts, 4, stages)
     for inputs, stages in ((256, 4), (256, 6), (128, 6), (512, 3))
     for parts in (1, 2, 4, 7, 8)
 ]
@@ -193,7 +196,7 @@ def linear(tune: bool) -> Iterator[Result]:
         for name, (num_out, num_in) in SHAPES.items():
             act = Quantised(eight(num, num_in), one)
             best: list[tuple[float, object]] = []
-            fitting = [t for t in STREAM_TUNINGS if num_in % (t[0] * t[1]) == 0]
+            fitting = [t for t in STREAM_TUNINGS if num_in % (t.inputs * t.parts) == 0]
             for tuning in fitting if tune and num == 1 else [None]:
 
                 def run(i: int) -> None:
@@ -216,7 +219,7 @@ def linear(tune: bool) -> Iterator[Result]:
                 at_least=16,
             )
             total += best[0][0]
-            note = f"vendor {vendor:.1f}; " + "; ".join(f"{t} {us:.1f}" for us, t in best[:8] if t)
+            note = f"vendor {vendor:.1f}; " + "; ".join(f"{tuple(t)} {us:.1f}" for us, t in best[:8] if t)
             floor = memory_us(num_out * num_in)
             yield Result(f"FP8 linear {name}", f"{num} rows", floor, best[0][0], note)
         yield Result("FP8 linears of 32 layers", f"{num} rows", memory_us(6.979e9), 32 * total)
@@ -284,8 +287,8 @@ def layer(tune: bool) -> Iterator[Result]:
             mixed = backend.run(packed, cache=kv[i % len(kv)], step=step, spec=SPEC, form=SCALE)
             partial = fp8_linear(mixed, weights["out"], one, out_dtype=torch.bfloat16)
             act, _ = launch_norm(partial, weight, 1e-5, form=SCALE, residual=residual)
-            gates = fp8_linear(act, weights["gate_up"], one, out_dtype=torch.bfloat16)
-            fp8_linear(launch_act_mul(gates, "silu", form=SCALE), weights["down"], one, out_dtype=torch.bfloat16)
+            act = gated_linear(act, weights["gate_up"], one, "silu", form=SCALE, dtype=torch.bfloat16)
+            fp8_linear(act, weights["down"], one, out_dtype=torch.bfloat16)
 
         wide = eight(num, INNER)
         flops = 2 * num * sum(a * b for a, b in SHAPES.values())
@@ -293,6 +296,38 @@ def layer(tune: bool) -> Iterator[Result]:
         attention = memory_us(num * length * 2 * KV_HEADS * DIM)
         yield Result("four FP8 products", f"{num} rows", floor, time_us(products, 4))
         yield Result("a decode layer", f"{num} x {length}", floor + attention, time_us(whole, 4), _by_kernel(whole))
+        if tune and num <= 16:
+            for ahead in AHEAD:
+                with _asking_ahead(ahead):
+                    us = time_us(whole, 4)
+                shown = ", ".join(f"{name} {num_bytes}" for name, num_bytes in ahead.items())
+                yield Result("with weights asked for early", f"{num} x {length}", floor + attention, us, shown)
+
+
+AHEAD = [
+    {},
+    *({name: size} for name in ("qkv", "out", "down") for size in (1024, 4096)),
+    *({"gate_up": size} for size in (128, 256, 512, 1024)),
+    {"qkv": 1024, "out": 4096},
+    {"qkv": 4096, "out": 4096},
+    {"qkv": 1024, "out": 4096, "gate_up": 256},
+    {"qkv": 4096, "out": 4096, "gate_up": 512, "down": 1024},
+    {},
+]
+"""Bytes of each weight row that a product asks for while the kernels before it run."""
+
+
+@contextmanager
+def _asking_ahead(ahead: dict[str, int]) -> Iterator[None]:
+    usual = _triton_linear.tuned
+    by_shape = {SHAPES[name]: num_bytes for name, num_bytes in ahead.items()}
+    _triton_linear.tuned = lambda num_out, num_in: usual(num_out, num_in)._replace(
+        ahead=by_shape.get((num_out, num_in), 0)
+    )
+    try:
+        yield
+    finally:
+        _triton_linear.tuned = usual
 
 
 def _by_kernel(call: Callable[[int], object], *, repeats: int = 8) -> str:

@@ -37,6 +37,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         {"hall", "hub", "transfer", "kernels", "quant", "attention", "layers", "models", "sampling", "speculative"}
     ),
     "runtime": frozenset({"hall", "hub", "text", "kvcache", "scheduler", "transfer", "engine"}),
+    "doctor": frozenset({"hall", "hub", "text", "kernels", "quant", "layers", "engine", "runtime"}),
+    "simulate": frozenset({"hall", "hub", "text", "bench", "kvcache", "scheduler", "runtime"}),
+    "tune": frozenset({"hall", "hub", "text", "bench", "simulate", "runtime"}),
 }
 IMPORT_ANYTHING = frozenset({"cli", "entry", "init"})
 

@@ -29,7 +29,14 @@ METRICS_FOLDER = Variable(
     "PROMETHEUS_MULTIPROC_DIR", "folder", "", "Set by the server, for its HTTP processes: where they add up metrics."
 )
 
-VARIABLES: tuple[Variable, ...] = (CACHE, LOG_LEVEL, API_KEY, XDG_CACHE_HOME, METRICS_FOLDER)
+OTLP_TRACES_PROTOCOL = Variable(
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "text", "grpc", "How traces are sent: grpc or http/protobuf."
+)
+OTLP_PROTOCOL = Variable("OTEL_EXPORTER_OTLP_PROTOCOL", "text", "", "The same, where the variable above is not set.")
+
+VARIABLES: tuple[Variable, ...] = (
+    CACHE, LOG_LEVEL, API_KEY, XDG_CACHE_HOME, METRICS_FOLDER, OTLP_TRACES_PROTOCOL, OTLP_PROTOCOL,
+)  # fmt: skip
 
 
 def cache_dir() -> Path:
@@ -59,6 +66,11 @@ def api_keys() -> list[str]:
 def metrics_folder() -> str:
     """Empty where one process has all metrics."""
     return _text(METRICS_FOLDER)
+
+
+def otlp_traces_protocol() -> str:
+    """How traces are sent to their collector."""
+    return _text(OTLP_TRACES_PROTOCOL) or _text(OTLP_PROTOCOL) or OTLP_TRACES_PROTOCOL.default
 
 
 def share_metrics(folder: str | None) -> None:

@@ -7,7 +7,8 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,7 @@ from headrace.front.progress import wait_all
 from headrace.front.prompts import PreprocessedInputs, PromptInputs, is_one_prompt, per_prompt, refuse
 from headrace.front.request_output import RequestOutput
 from headrace.front.text_side import load_text_side
+from headrace.front.tracing import open_tracer
 from headrace.hub.source import ModelSource, resolve_model
 from headrace.params import SamplingParams
 from headrace.text.tokenizer import Tokenizer
@@ -99,7 +101,8 @@ class LLM:
         source = resolve_model(args.model, revision=args.revision)
         self._args = args
         self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{int(time.time() * 1000)}"
-        self._client = Client(lambda on_message: open_runtime(args, source, on_message), join_logits=_join_logits)
+        tracer = open_tracer(args.otlp_traces_endpoint)
+        self._client = Client(partial(open_runtime, args, source), join_logits=_join_logits, tracer=tracer)
         self._close = weakref.finalize(self, self._client.close)  # also at the interpreter's exit
         self._client.start()
         try:
@@ -172,7 +175,7 @@ class LLM:
         streaming: bool = False,
         kv_cache_retention_config: KvCacheRetentionConfig | None = None,
         disaggregated_params: DisaggregatedParams | None = None,
-        trace_headers: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
         scheduling_params: SchedulingParams | None = None,
         conversation_params: ConversationParams | None = None,
         cache_salt: str | None = None,
@@ -187,13 +190,12 @@ class LLM:
             lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
             disaggregated_params=disaggregated_params,
-            trace_headers=trace_headers,
             scheduling_params=scheduling_params,
         )
         if not is_one_prompt(inputs):
             raise ValueError("generate_async takes one prompt: call it for each")
         options = options_of(priority, cache_salt, kv_cache_retention_config, conversation_params)
-        return self._desk.submit([Asked(inputs, sampling_params, options)], streaming=streaming)[0]
+        return self._desk.submit([Asked(inputs, sampling_params, options, trace_headers)], streaming=streaming)[0]
 
     def preprocess(
         self, inputs: PromptInputs, sampling_params: SamplingParams | None = None, disaggregated_params: Any = None

@@ -13,6 +13,7 @@ import torch
 
 from headrace.types import Request, Sampling
 from tests.engine.driver import Driver, open_rank
+from tests.kits.model import save_tiny
 from tests.twin.harness import (
     VOCAB,
     open_runtime,
@@ -23,6 +24,7 @@ from tests.twin.harness import (
     tokens_of,
     transformers_greedy,
 )
+from tests.twin.test_deterministic import check_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -92,3 +94,14 @@ def test_queueing_never_waits(folder: Path, graphs: Any) -> None:
         for _ in range(3):
             driver.rows({0: None, 1: None})
     rank.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("graphs", [None, GRAPHS])
+def test_deterministic_bits_are_a_requests_own(folder: Path, dtype: str, graphs: dict[str, Any] | None) -> None:
+    check_bits(folder, dtype, cuda_graph_config=graphs)
+
+
+def test_deterministic_experts(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3_moe")
+    check_bits(tmp_path, "bfloat16")

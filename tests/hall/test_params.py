@@ -92,7 +92,7 @@ def test_defaults_of_the_reference() -> None:
     assert all(getattr(params, name) is None for name in unset)
 
 
-@pytest.mark.parametrize("field", ["beam_width_array", "thinking_token_budget", "lookahead_config"])
+@pytest.mark.parametrize("field", ["beam_width_array", "top_p_reset_ids", "lookahead_config"])
 def test_later_work_is_refused_on_use(field: str) -> None:
     value: Any = [1]
     params = SamplingParams(**{field: value})

@@ -1,47 +1,40 @@
-"""The numbers of a running loop that metrics are made of."""
+"""What a runtime tells of itself beside its steps: the queue, and how much of the latest prompts was there."""
 
 from __future__ import annotations
 
-from headrace import wire
+import time
 
-from .test_loop_cache import KV, PROMPT, Asking
-
-
-def numbers(front: Asking) -> tuple[dict[str, float], dict[str, float]]:
-    """Gauges and counters; those with a label under `name:value`."""
-    told = front.ask(wire.GetMetrics())
-    assert isinstance(told, wire.Metrics)
-    gauges, counters = ({":".join([s.name, *s.labels.values()]): s.value for s in some}
-                        for some in (told.gauges, told.counters))  # fmt: skip
-    return gauges, counters
+from headrace.kvcache.stats import Counters
+from headrace.runtime.totals import StepTotals
+from headrace.types import Request, Sampling
+from tests.sim.setup import setup
+from tests.sim.world import World
 
 
-def test_blocks_are_used_cached_or_free() -> None:
-    """What an ended request leaves behind is cached and not used, and everything adds up."""
-    with Asking() as front:
-        before, _ = numbers(front)
-        total = KV["max_tokens"] // KV["tokens_per_block"]
-        assert before["kv_cache_free_blocks"] == before["kv_cache_max_blocks"] == total
-        front.run(1, max_tokens=4)
-        after, counters = numbers(front)
-        assert after["kv_cache_used_blocks"] == after["kv_cache_utilization"] == 0
-        assert after["kv_cache_cached_blocks"] > 0
-        parts = [after[f"kv_cache_{kind}_blocks"] for kind in ("used", "cached", "free")]
-        assert sum(parts) == total
-        assert counters["kv_cache_reused_blocks"] == 0
-        front.run(2, max_tokens=4)
-        again, counters = numbers(front)
-        assert counters["kv_cache_reused_blocks"] > 0 and again["kv_cache_hit_rate"] > 0
+def gauges(totals: StepTotals, world: World) -> dict[str, float]:
+    return {sample.name: sample.value for sample in totals.snapshot(world.scheduler).gauges}
 
 
-def test_steps_and_requests_are_counted() -> None:
-    with Asking() as front:
-        front.run(1, max_tokens=5)
-        front.run(2, prompt=[7] * 20, max_tokens=3)
-        gauges, counters = numbers(front)
-        assert counters["num_requests_admitted"] == counters["num_requests_completed"] == 2
-        assert counters["step_tokens:context"] == len(PROMPT) + 20
-        assert counters["step_tokens:generation"] >= 5 + 3
-        assert counters["steps"] >= 8 and counters["num_requests_preempted"] == 0
-        # Nothing runs: what the last step had is over.
-        assert gauges["num_requests_running"] == gauges["scheduled_batch_size"] == 0
+def test_the_queue() -> None:
+    world, totals = World(setup()), StepTotals()
+    empty = gauges(totals, world)
+    assert empty["num_requests_waiting"] == empty["num_tokens_waiting"] == empty["queue_oldest_seconds"] == 0
+    now_s = time.monotonic()
+    for number, age_s in ((1, 5.0), (2, 60.0), (3, 1.0)):
+        sampling = Sampling()
+        world.scheduler.add(
+            Request(id=number, prompt=[1, 2, 3], sampling=sampling, max_tokens=1, arrival_s=now_s - age_s)
+        )
+    full = gauges(totals, world)
+    assert full["num_requests_waiting"] == 3 and full["num_tokens_waiting"] == 9
+    assert 60 <= full["queue_oldest_seconds"] < 70
+
+
+def test_the_latest_prompts_count() -> None:
+    """The rate since the start is another one: it hides that prompts have stopped to be alike."""
+    world, totals, counters = World(setup()), StepTotals(), Counters()
+    assert gauges(totals, world)["kv_cache_iter_reuse_rate"] == 0
+    for reused, missed, wanted in ((0, 4, 0.0), (3, 5, 0.75), (3, 5, 0.75), (3, 9, 0.0), (5, 9, 1.0)):
+        counters.reused_blocks, counters.missed_blocks = reused, missed
+        totals.record_reuse([counters, Counters()])
+        assert gauges(totals, world)["kv_cache_iter_reuse_rate"] == wanted

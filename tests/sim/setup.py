@@ -126,6 +126,7 @@ def draw(rng: random.Random, *, folder: str, **fixed: Any) -> Setup:
         "chunking_policy": rng.choice(["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS", "FORCE_CHUNK"]),
         "queue_by_priority": rng.random() < 0.3,
         "max_num_tokens": rng.choice([13, 32, 64]),
+        "max_step_s": rng.choice([0.0, 0.3]),
     }
     changes = {**fields, **fixed}
     changes["cache"] = {**cache, **fixed.get("cache", {})}

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from headrace.bench.report import LATENCIES, Report, Spread
-from headrace.bench.table import slo_text, sweep_rows
+from headrace.bench.table import simulation_lines, slo_text, sweep_rows
 
-__all__ = ["as_page"]
+__all__ = ["as_page", "document", "facts_html", "figures_html", "table_html"]
 
 STYLE = """
 :root { color-scheme: light dark; --line: #d0d7de; --soft: #57606a; --back: #ffffff; --text: #1f2328; }
@@ -33,20 +33,26 @@ details { margin-top: 1rem; } pre { overflow-x: auto; font-size: 12px; }
 
 def as_page(report: Report, figures: Mapping[str, bytes]) -> str:
     """`figures` are PNG files by name (`plots.draw`); without them the page has tables only."""
-    title = f"headrace bench {report.kind}: {report.model['name']}"
+    command = report.kind if report.simulation is not None else f"bench {report.kind}"
+    title = f"headrace {command}: {report.model['name']}"
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="note">{escape(report.date)}</p>',
-        _facts(_facts_of(report)),
+        facts_html(_facts_of(report)),
         "<h2>Runs</h2>",
-        _table(sweep_rows(report)),
+        table_html(sweep_rows(report)),
         '<p class="note">Times in milliseconds. tok/s/user: mean over requests of output tokens / E2E.</p>',
         *_latencies(report),
-        *_figures(figures),
+        *figures_html(figures),
         "<details><summary>Everything, as JSON</summary><pre>",
         escape(_json(report)),
         "</pre></details>",
     ]
+    return document(title, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page of these pieces of HTML."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -67,7 +73,8 @@ def _facts_of(report: Report) -> list[tuple[str, str]]:
         ("prompt tokens", f"{workload.input_len.mean:,.1f} ({workload.input_len.min} to {workload.input_len.max})"),
         ("new tokens", f"{workload.output_len.mean:,.1f} ({workload.output_len.min} to {workload.output_len.max})"),
     ]
-    return facts if report.slo is None else [*facts, ("SLO", slo_text(report.slo))]
+    facts += [] if report.slo is None else [("SLO", slo_text(report.slo))]
+    return facts + simulation_lines(report)
 
 
 def _latencies(report: Report) -> Iterable[str]:
@@ -79,22 +86,22 @@ def _latencies(report: Report) -> Iterable[str]:
                 values = (spread.mean, spread.min, spread.p50, spread.p90, spread.p99, spread.max)
                 rows.append((meaning, *(f"{value * 1000:,.2f}" for value in values)))
         yield f"<h2>Latencies, {escape(point.load.name)}</h2>"
-        yield _table(rows)
+        yield table_html(rows)
 
 
-def _figures(figures: Mapping[str, bytes]) -> Iterable[str]:
+def figures_html(figures: Mapping[str, bytes]) -> Iterable[str]:
     if figures:
         yield "<h2>Figures</h2>"
     for name, data in figures.items():
         yield f'<img alt="{escape(name)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
 
 
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
+def facts_html(facts: Iterable[tuple[str, str]]) -> str:
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in facts)
     return f'<table class="facts">{rows}</table>'
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table_html(rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
@@ -102,6 +109,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _json(report: Report) -> str:
     values: dict[str, Any] = msgspec.to_builtins(report)
+    del values["steps"]
     for point in values["points"]:
         for spread in point["latency"].values():
             if spread is not None:

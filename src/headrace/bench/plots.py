@@ -9,14 +9,15 @@ from typing import Any
 
 from headrace.bench.report import LATENCIES, Point, Report, Spread
 
-__all__ = ["draw", "require_matplotlib", "save_plots"]
+__all__ = ["draw", "png", "require_matplotlib", "save_plots"]
 
 SIZE_INCHES = (7.0, 4.2)
 DPI = 130
 COLOURS = ("#1f6feb", "#d1570f", "#2d8a4e", "#8250df", "#b8336a", "#57606a", "#0b7285", "#9a6700")
 SHARES = [number / 100 for number in range(101)]
 
-Paint = Callable[[Any, Report], None]
+Paint = Callable[[Any, Any], None]
+"""Draws what it is given, a report for instance, into axes."""
 
 
 def require_matplotlib() -> None:
@@ -38,7 +39,7 @@ def draw(report: Report) -> dict[str, bytes]:
         figures["pareto"] = _pareto
         if any(point.goodput is not None for point in report.points):
             figures["goodput"] = _goodput
-    return {name: _png(paint, report) for name, paint in figures.items()}
+    return {name: png(paint, report) for name, paint in figures.items()}
 
 
 def save_plots(report: Report, folder: Path) -> list[Path]:
@@ -51,7 +52,7 @@ def save_plots(report: Report, folder: Path) -> list[Path]:
     return paths
 
 
-def _png(paint: Paint, report: Report) -> bytes:
+def png(paint: Paint, subject: Any) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -63,7 +64,7 @@ def _png(paint: Paint, report: Report) -> bytes:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.set_prop_cycle(color=COLOURS)
-    paint(axes, report)
+    paint(axes, subject)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
     return buffer.getvalue()

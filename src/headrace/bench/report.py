@@ -14,8 +14,8 @@ from headrace.bench.record import Record
 from headrace.bench.workload import Task
 
 __all__ = [
-    "LATENCIES", "SCHEMA_VERSION", "Goodput", "Lengths", "Load", "Point", "Report", "Result", "Slo", "Spread",
-    "Workload", "make_point", "output_rows", "read_report", "request_rows", "write_report",
+    "LATENCIES", "SCHEMA_VERSION", "Goodput", "Lengths", "Load", "Point", "Report", "Result", "Simulation", "Slo",
+    "Spread", "Step", "Workload", "make_point", "output_rows", "read_report", "request_rows", "write_report",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 2
@@ -30,7 +30,7 @@ LATENCIES = {
 """Name -> what it is. Each is a method of Record."""
 PER_REQUEST = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
 NUM_CURVE_POINTS = 101
-Kind = Literal["throughput", "latency", "serve"]
+Kind = Literal["throughput", "latency", "serve", "simulate"]
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +188,40 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     goodput: Goodput | None = None
 
 
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """What one step computed, and its time: what a simulation is calibrated with."""
+
+    num_rows: int
+    num_tokens: int
+    num_sampled: int
+    """Rows that yielded a token."""
+    pairs: list[int]
+    """By layer group, (query, key) pairs of one layer."""
+    reads: list[int]
+    """By layer group, tokens whose keys and values were read."""
+    seconds: float
+    """From when it was submitted, or the step before was done, until its tokens were there."""
+    host_s: float
+    """From the tokens of the step before until it was submitted."""
+
+
+class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+    """What was modelled instead of measured."""
+
+    num_instances: list[int]
+    """Of each point."""
+    router: str
+    calibration: dict[str, Any]
+    num_preempted: list[int]
+    """Of each point."""
+    busy_shares: list[list[float]]
+    """Of each point and instance, the share of the time in which its devices worked."""
+    speed_ups: list[float]
+    """Of each point: simulated time / time of a core that it took to simulate."""
+    sizing: list[dict[str, Any]] = []
+    """What was tried on the way to the fewest instances."""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A measurement: what was measured, and a point for each load of the sweep. Keys carry their units."""
 
@@ -204,6 +238,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     startup_s: float | None = None
     slo: Slo | None = None
     points: list[Point]
+    steps: list[Step] = []
+    """Of all points together, where `--record_steps` asked for them."""
+    simulation: Simulation | None = None
 
 
 def make_point(record: Record, load: Load, *, num_gpus: int = 1, slo: Slo | None = None) -> Point:

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.bench.report import LATENCIES, Lengths, Point, Report, Slo, Spread
 
-__all__ = ["as_table", "sweep_rows"]
+__all__ = ["as_table", "simulation_lines", "sweep_rows"]
 
 MIB = 1 << 20
 SHOWN = ("mean", "p50", "p90", "p99")
@@ -27,6 +27,7 @@ def as_table(report: Report) -> str:
         lines.append(("start", f"{report.startup_s:.1f} s"))
     if report.slo is not None:
         lines.append(("SLO", slo_text(report.slo)))
+    lines += simulation_lines(report)
     if len(report.points) == 1:
         point = report.points[0]
         lines += _point_lines(point)
@@ -35,6 +36,29 @@ def as_table(report: Report) -> str:
     else:
         tail = columns(sweep_rows(report))
     return "\n".join([*(f"{name:<12}{text}" for name, text in lines), "", *tail])
+
+
+def simulation_lines(report: Report) -> list[tuple[str, str]]:
+    """What is behind figures that nobody measured."""
+    said = report.simulation
+    if said is None:
+        return []
+    counts, source = said.num_instances, said.calibration.get("source")
+    router = f", routed by {said.router}" if max(counts) > 1 else ""
+    lines = [("simulated", f"{_of_points(counts)} instance{'' if counts == [1] else 's'}{router}")]
+    error = said.calibration.get("error")
+    measured = f"calibrated by {source}" + ("" if error is None else f", whose steps it meets within {error:.1%}")
+    lines.append(("model", measured if source else "an estimate: not calibrated"))
+    busy = [sum(shares) / len(shares) for shares in said.busy_shares]
+    lines.append(("busy", f"{_of_points([f'{share:.0%}' for share in busy])} of the time"))
+    if any(said.num_preempted):
+        lines.append(("preempted", _of_points(said.num_preempted)))
+    lines.append(("speed", f"{_of_points([f'{ratio:,.1f}' for ratio in said.speed_ups])} times real time on one core"))
+    return lines
+
+
+def _of_points(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def sweep_rows(report: Report) -> list[tuple[str, ...]]:

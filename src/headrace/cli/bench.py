@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.bench.workload import Task
     from headrace.config.llm_args import LlmArgs
     from headrace.hub.source import ModelSource
+    from headrace.seam import EnginePort
     from headrace.text.tokenizer import Tokenizer
     from headrace.wire import ModelInfo
 
@@ -126,7 +127,7 @@ def _bench(ctx: click.Context, kind: str, model: str | None, options: Options) -
         log.get("scheduler").setLevel(log.LEVELS["warning"])  # a line for each request is too much here
     resolved.take_effect()
     options.outputs.check()
-    args = _engine_args(resolved, logs_steps=options.outputs.iteration_log is not None)
+    args = engine_args(resolved, logs_steps=options.outputs.iteration_log is not None)
     gc.set_threshold(args.garbage_collection_gen0_threshold)
 
     from headrace.hub.source import resolve_model
@@ -143,7 +144,7 @@ def _model_name(ctx: click.Context, model: str | None) -> str | None:
     return model or named
 
 
-def _engine_args(resolved: Resolved, *, logs_steps: bool) -> LlmArgs:
+def engine_args(resolved: Resolved, *, logs_steps: bool) -> LlmArgs:
     """As resolved, but without a tokenizer in the engine, and with statistics of all steps where they are logged."""
     args = resolved.args.thaw_copy()
     args.skip_tokenizer_init = True
@@ -179,13 +180,33 @@ def stated_vocab_size(source: ModelSource, model_kwargs: dict[str, Any] | None =
 def _run(
     ctx: click.Context, kind: str, args: LlmArgs, source: ModelSource, tasks: Sequence[Task], options: Options
 ) -> None:
+    import msgspec
+
     from headrace.bench.drive import Driver, check_tasks
     from headrace.cli.bench_sweep import finish, sweep
     from headrace.runtime.launch import LocalRuntime
+    from headrace.simulate.recorder import Recorder
 
     logs_steps = options.outputs.iteration_log is not None
     num_gpus = args.tensor_parallel_size * args.pipeline_parallel_size * args.context_parallel_size
-    driver = Driver(lambda on_message: LocalRuntime(args, source, on_message))
+    recorders: list[Recorder] = []
+
+    def recorded(args: LlmArgs, source: ModelSource) -> EnginePort:
+        from headrace.runtime.engines import make_engine
+
+        recorders.append(Recorder(make_engine(args, source)))
+        return recorders[0]
+
+    make = recorded if options.records_steps else None
+    driver = Driver(lambda on_message: LocalRuntime(args, source, on_message, make_engine=make))
+
+    def begin() -> None:
+        """The warm-up is over."""
+        if logs_steps:
+            driver.iterations()
+        for recorder in recorders:
+            recorder.steps.clear()
+
     with driver as info:
         check_tasks(tasks, info)
         gc.collect()
@@ -196,14 +217,15 @@ def _run(
             options,
             kind=kind,
             num_gpus=num_gpus,
-            before=driver.iterations if logs_steps else lambda: None,
+            before=begin,
         )
         iterations = driver.iterations() if logs_steps else []
-        report = _report(kind, args, source, info, tasks, options, points=points, num_gpus=num_gpus)
+        report = report_of(kind, args, source, info, tasks, options, points=points, num_gpus=num_gpus)
+        report = msgspec.structs.replace(report, steps=[step for recorder in recorders for step in recorder.steps])
     finish(ctx, report, records, options.outputs, iterations=iterations)
 
 
-def _report(
+def report_of(
     kind: Any,
     args: LlmArgs,
     source: ModelSource,

@@ -65,6 +65,7 @@ class Options:
     slo: Slo | None
     eos_id: int
     outputs: Outputs
+    records_steps: bool = False
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -130,7 +131,8 @@ def load_options(default: int) -> Decorator:
                 option("--trace_speed", metavar="X[,X...]", callback=_numbers(float, _check_positive),
                        help="Replay the timestamps of the dataset, X times as fast, instead of --concurrency."),
                 option("--slo", multiple=True, metavar="NAME=MS", callback=_slo,
-                       help="Limit of a request for the goodput: ttft, tpot or e2e in milliseconds; repeatable."),
+                       help="Limit of a request for the goodput: ttft, tpot or e2e in milliseconds; repeatable, or "
+                       "with commas."),
             ],
         )  # fmt: skip
 
@@ -155,6 +157,9 @@ def engine_options(command: Command) -> Command:
                    help="No effect: every token is timed as it arrives, always."),
             option("--iteration_log", type=OUTPUT_FILE,
                    help="JSON-lines file for statistics of each step; collects them."),
+            option("--record_steps", is_flag=True,
+                   help="Put what each step computed, and its time, into the report: 'headrace simulate --calibrate' "
+                   "reads them."),
             setting("--scheduler_policy", "scheduler_config.capacity_scheduler_policy", type=policies,
                     help="When a waiting request may start.  [default: guaranteed_no_evict]"),
             setting("--enable_chunked_context", "enable_chunked_prefill", is_flag=True, default=None,
@@ -180,6 +185,7 @@ def take_options(ctx: click.Context, given: dict[str, Any]) -> Options:
         slo=given["slo"],
         eos_id=given["eos_id"],
         outputs=Outputs(**{name: given.get(name) for name in names}),
+        records_steps=bool(given.get("record_steps")),
     )
 
 
@@ -229,8 +235,9 @@ def _slo(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> 
     if not texts:
         return None
     limits: dict[str, float] = {}
-    for text in texts:
+    for text in [part for each in texts for part in each.split(",")]:
         name, _, number = text.partition("=")
+        name = name.strip().removesuffix("_ms")
         try:
             limit = float(number)
         except ValueError:

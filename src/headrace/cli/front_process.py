@@ -48,7 +48,7 @@ class DistantRuntime:
 def main() -> int:
     order = msgspec.json.decode(read_order(), type=FrontOrder)
     from headrace import log
-    from headrace.cli.serving import service_options, tls_of
+    from headrace.cli.serving import rpc_of, service_options, tls_of
     from headrace.config.serving import ServerOptions
     from headrace.front.text_side import load_text_side
     from headrace.runtime.packing import unpack_args, unpack_source
@@ -61,13 +61,14 @@ def main() -> int:
     gc.set_threshold(args.garbage_collection_gen0_threshold)
     listener = socket.socket(fileno=order.descriptor)
     listener.setblocking(False)
+    tls = tls_of(options)
     outcome = serve(
         listener,
         DistantRuntime(order.address),
         lambda: load_text_side(args, source, chat_template=options.chat_template),
         service_options(args, options, front=order.front),
         version=order.version,
-        process=Process(tls=tls_of(options), waits_until_ready=True),
+        process=Process(tls=tls, rpc=rpc_of(options, listener, tls), waits_until_ready=True),
     )
     return outcome.exit_code
 

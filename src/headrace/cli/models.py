@@ -84,6 +84,15 @@ and `tests/models/test_contract.py` holds every row to a tiny model of that type
   is refused by name. Settings that need the layers one by one, such as pipeline stages, don't apply to it.
 
 {table}
+
+Asked for and not served:
+
+- **Kimi-K3**: `headrace plan` counts it from the published totals with Kimi Linear's structure, but it is more:
+  attention over the residuals of earlier blocks, experts on a latent with an activation of their own (SiTU), a gate on
+  latent attention's output, a full-rank gate and a bounded decay in KDA. `transformers` has no model of it to hold ours
+  to, so none is written; a checkpoint is refused by its tensors' names.
+- **Falcon-H1** (`falcon_h1`): attention and Mamba-2 side by side in one layer. A layer here mixes tokens once, over
+  blocks or over a state; two at a time need a layer that is handed both.
 """
 
 

@@ -80,9 +80,9 @@ def plan(ctx: click.Context, model: str | None, gpu: str, gpus: int | None, isl:
     from headrace.runtime.forecast import forecast, turn_down
     from headrace.runtime.forecast_report import as_dict, as_text
 
-    args = _resolved(ctx, model).args
+    args = resolved_for_planning(ctx, model).args
     shape = read_shape(find_config(args.model, revision=args.revision, model_kwargs=args.model_kwargs))
-    planned = forecast(args, shape, _spread(args, gpu, gpus))
+    planned = forecast(args, shape, spread_of(args, gpu, gpus))
     length = _length(isl, osl, seq_len) or (planned.max_seq_len or shape.max_position)
     changes = turn_down(planned, length=length, concurrency=concurrency)
     if is_json:
@@ -93,7 +93,7 @@ def plan(ctx: click.Context, model: str | None, gpu: str, gpus: int | None, isl:
         ctx.exit(1)
 
 
-def _resolved(ctx: click.Context, model: str | None) -> Resolved:
+def resolved_for_planning(ctx: click.Context, model: str | None) -> Resolved:
     """What was typed; a plan may be for another machine, and for what is not built yet."""
     state = _state(ctx)
     flags = {**state.llm, **({} if model is None else {"model": Typed("MODEL", model)})}
@@ -114,7 +114,7 @@ def _length(isl: int | None, osl: int | None, seq_len: int | None) -> int | None
     return (isl or 0) + (osl or 0)
 
 
-def _spread(args: LlmArgs, gpu: str, gpus: int | None) -> Spread:
+def spread_of(args: LlmArgs, gpu: str, gpus: int | None) -> Spread:
     """The ranks that the settings ask for, on devices of this name.
 
     Raises:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,7 @@ def serve(ctx: click.Context, model: str | None) -> None:
 def _serve(resolved: Resolved) -> Outcome:
     from headrace import log
     from headrace.cli.fronts import FrontProcesses
-    from headrace.cli.serving import service_options, tls_of
+    from headrace.cli.serving import place_of, rpc_of, service_options, tls_of
     from headrace.config.show import as_yaml
     from headrace.front.text_side import load_text_side
     from headrace.hub.source import resolve_model
@@ -73,16 +74,17 @@ def _serve(resolved: Resolved) -> Outcome:
     tls = tls_of(options)
     serving = service_options(args, options, front=1)
     source = resolve_model(args.model, revision=args.revision)
-    listener = bind(options.host, options.port)
+    listener = place_of(options)
+    http_listener = None if options.http_port is None else bind(options.host, options.http_port)
     log.get("config").info("configuration:\n%s", as_yaml(resolved).rstrip())
     if is_public(listener) and not options.api_keys:
         log.get("server").warning(
             "%s: everybody who reaches this address can use the server: give --api_key_file or --api_key", options.host
         )
     gc.set_threshold(args.garbage_collection_gen0_threshold)
-    process = Process(tls=tls)
+    process = Process(tls=tls, rpc=rpc_of(options, listener, tls), http_listener=http_listener)
     if num_fronts(args) > 1:
-        process = Process(tls=tls, fronts=FrontProcesses(args, source, options, version=__version__))
+        process = replace(process, fronts=FrontProcesses(args, source, options, version=__version__))
     return serve(
         listener,
         RuntimeProcess(args, source, log_level=options.log_level),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import ssl
+from collections.abc import Callable
 from typing import Any, Literal
 
+from headrace import __version__
 from headrace.cli.fronts import num_fronts
 from headrace.config.llm_args import LlmArgs
 from headrace.config.serving import ServerOptions
 from headrace.config.show import plain
+from headrace.front.tracing import open_tracer
 from headrace.server.parsing import parser_name
-from headrace.server.run import Tls
-from headrace.server.service import Apis, Operations, ServiceOptions
+from headrace.server.rules import RequestRules
+from headrace.server.run import Tls, Way, bind
+from headrace.server.service import Apis, Operations, Service, ServiceOptions
 
 SECRETS = ("api_keys", "internal_request_auth_key", "ssl_keyfile_password")
 
@@ -22,7 +27,8 @@ def service_options(args: LlmArgs, options: ServerOptions, *, front: int) -> Ser
     """Of the server process with number `front`, from 1.
 
     Raises:
-        ValueError: a middleware that can't be imported, a folder for traces that is none.
+        ValueError: a middleware that can't be imported, a folder for traces that is none, a collector's address that
+            can't be used.
     """
     if args.profile_dir is not None and not os.access(args.profile_dir, os.W_OK | os.X_OK):
         raise ValueError(f"profile_dir: {args.profile_dir} is no folder that can be written to: create it first")
@@ -42,6 +48,7 @@ def service_options(args: LlmArgs, options: ServerOptions, *, front: int) -> Ser
         tool_parser=_parser(options.tool_parser, "tool"),
         api_keys=tuple(key.get_secret_value() for key in options.api_keys),
         cache_salt_from_api_key=options.cache_salt_from_api_key,
+        rules=_rules(args, options),
         apis=Apis(
             max_stored_responses=options.max_stored_responses,
             max_stored_response_bytes=options.max_stored_response_mb << 20,
@@ -57,8 +64,22 @@ def service_options(args: LlmArgs, options: ServerOptions, *, front: int) -> Ser
             middleware=tuple(_imported(path) for path in options.middleware),
             buckets={} if buckets is None else dict(buckets.__dict__),
             can_profile=args.profile_dir is not None,
+            tracer=open_tracer(args.otlp_traces_endpoint),
+            page=options.page,
+            show_cached_text=options.show_cached_text,
             shown={**shown, "has_api_keys": bool(options.api_keys), "num_processes": count},
         ),
+    )
+
+
+def _rules(args: LlmArgs, options: ServerOptions) -> RequestRules:
+    """Raises ValueError: a budget for reasoning that nobody could find."""
+    if options.thinking_budgets and args.reasoning_parser is None:
+        raise ValueError("thinking_budgets: how does this model mark its reasoning? Give --reasoning_parser (or auto)")
+    return RequestRules(
+        thinking_budgets=options.thinking_budgets,
+        clamps_max_tokens=options.clamp_max_tokens,
+        takes_templates=options.allow_request_chat_template,
     )
 
 
@@ -86,6 +107,33 @@ def tls_of(options: ServerOptions) -> Tls | None:
     except (OSError, ssl.SSLError) as error:
         raise ValueError(f"ssl_ca_certs: {options.ssl_ca_certs}: {_why(error)}: give a PEM file") from None
     return Tls(options.ssl_certfile, options.ssl_keyfile, secret, options.ssl_ca_certs)
+
+
+def rpc_of(options: ServerOptions, place: socket.socket, tls: Tls | None) -> Callable[[Service], Way] | None:
+    """What makes the gRPC server; None where HTTP is spoken. `place` has its address."""
+    if not options.grpc:
+        return None
+    from headrace.server.rpc.server import RpcServer
+
+    return lambda service: RpcServer(service, place, tls, __version__)
+
+
+def place_of(options: ServerOptions) -> socket.socket:
+    """A socket with the server's address.
+
+    Raises:
+        ValueError: gRPC is wanted and its packages are missing.
+        OSError: the address can't be had.
+    """
+    if not options.grpc:
+        return bind(options.host, options.port)
+    try:
+        from headrace.server.rpc import server  # noqa: F401 - all of its packages
+        from headrace.server.rpc.place import reserve
+    except ImportError as error:
+        name = (error.name or "grpc").split(".")[0]
+        raise ValueError(f"grpc: needs the package {name}: install headrace[grpc]") from None
+    return reserve(options.host, options.port)
 
 
 def _imported(path: str) -> Any:

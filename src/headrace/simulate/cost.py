@@ -1,0 +1,195 @@
+"""The time of a step from what it computes: operations and bytes against the device's rates, corrected by measurement.
+
+A step takes
+
+    overhead + correction(tokens) x linear + attention correction x attention + collectives
+
+where linear and attention are rooflines (Williams et al., 2009): the larger of operations / rate and bytes / rate.
+Without a calibration the corrections are what well-tuned kernels reach of their peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.hub.config import text_config
+from headrace.hub.keys import Keys
+from headrace.hub.rank_share import DTYPE_BITS, Ranks, ceil_share, local_count
+from headrace.hub.shape import AttentionShape, LatentShape, ModelShape, RecurrentShape, Storage
+from headrace.seam import GroupSpec
+from headrace.simulate.devices import Peak
+from headrace.simulate.work import Work
+
+COLLECTIVE_LATENCY_S = 8e-6
+FP8_BITS = 8.1
+"""Up to here a weight's products run at the rate of FP8, where a device has it."""
+
+Seconds = float | NDArray[np.float64]
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """What measurement says of the rooflines. The defaults are estimates for a GPU."""
+
+    knots: tuple[tuple[float, float], ...] = ((1.0, 1.4),)
+    """(tokens of a step, factor on its linear part): between them linear in log2(tokens), beyond them constant."""
+    attention: float = 1.6
+    overhead_s: float = 0.0005
+    """Of each step, on the device."""
+    host_s: float = 0.0005
+    """To plan and to commit; hidden behind the device's time where plans overlap."""
+    source: str = ""
+    """What it was measured on; "" is an estimate."""
+    error: float | None = None
+    """Mean over the measured steps of |modelled - measured| / measured."""
+
+    def factor(self, num_tokens: int) -> float:
+        places = [float(np.log2(tokens)) for tokens, _ in self.knots]
+        return float(np.interp(np.log2(max(num_tokens, 1)), places, [factor for _, factor in self.knots]))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """Products with weights, on one rank."""
+
+    flops: float
+    """A token, the head not included."""
+    bytes: float
+    """Of all weights that every step reads, the head included."""
+    head_flops: float
+    """A sampled token."""
+    expert_bytes: float = 0.0
+    """Of all routed experts."""
+    expert_share: float = 0.0
+    """Of the experts, how many a token is sent to."""
+
+    def seconds(self, work: Work, peak: Peak) -> float:
+        if not work.num_tokens:
+            return 0.0
+        flops = self.flops * work.num_tokens + self.head_flops * work.num_sampled
+        used = 1 - (1 - self.expert_share) ** work.num_tokens  # of the experts, if tokens chose at random
+        return max(flops / peak.flops, (self.bytes + self.expert_bytes * used) / peak.bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """One layer group on one rank."""
+
+    flops: float
+    """A (query, key) pair, over all layers of the group; of a recurrent group, a token."""
+    bytes: float
+    """Of a token's keys and values, over all layers; of a recurrent group, a state read and written."""
+
+    def seconds(self, pairs: Any, reads: Any, peak: Peak) -> Any:
+        return np.maximum(pairs * (self.flops / peak.flops), reads * (self.bytes / peak.bytes_per_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The time of a step on one instance; its ranks are alike and work together."""
+
+    linear: LinearPart
+    caches: tuple[CachePart, ...]
+    collective_bytes: float
+    """A token, over all layers, that each rank sends."""
+    num_collectives: int
+    peak: Peak
+    calibration: Calibration
+
+    def linear_s(self, work: Work) -> float:
+        return self.linear.seconds(work, self.peak)
+
+    def attention_s(self, work: Work) -> Seconds:
+        total: Any = 0.0
+        for part, pairs, reads in zip(self.caches, work.pairs, work.reads, strict=True):
+            total = total + part.seconds(pairs, reads, self.peak)
+        return total
+
+    def seconds(self, work: Work) -> Seconds:
+        """One value a step: the same for a step of a run as for the step by itself."""
+        if not work.num_rows:
+            return 0.0
+        said = self.calibration
+        fixed_s = said.overhead_s + said.factor(work.num_tokens) * self.linear_s(work) + self._collectives_s(work)
+        return fixed_s + said.attention * self.attention_s(work)
+
+    def _collectives_s(self, work: Work) -> float:
+        if not self.num_collectives:
+            return 0.0
+        sent_s = self.collective_bytes * work.num_tokens / self.peak.link_bytes_per_s
+        return self.num_collectives * COLLECTIVE_LATENCY_S + sent_s
+
+
+def cost_of(
+    shape: ModelShape,
+    config: Mapping[str, Any],
+    *,
+    groups: Sequence[GroupSpec],
+    ranks: Ranks,
+    storage: Storage,
+    dtype: str,
+    peak: Peak,
+    calibration: Calibration,
+) -> Cost:
+    """Counts of a model on one pipeline stage of these ranks.
+
+    Args:
+        config: as `read_config` gives it, for how many experts a token is sent to.
+        groups: the layer groups of a rank, in the order of a plan.
+        dtype: of what is not quantised.
+    """
+    bits = int(DTYPE_BITS[dtype])
+    num_collectives = 2 * len(shape.layers) if ranks.tensor > 1 else 0
+    ring = 2 * (ranks.tensor - 1) / ranks.tensor
+    return Cost(
+        linear=_linear(shape, config, ranks, storage, bits, peak),
+        caches=tuple(_cache_part(shape, group, ranks) for group in groups),
+        collective_bytes=num_collectives * ring * shape.hidden_size * bits / 8,
+        num_collectives=num_collectives,
+        peak=peak,
+        calibration=calibration,
+    )
+
+
+def _linear(
+    shape: ModelShape, config: Mapping[str, Any], ranks: Ranks, storage: Storage, bits: int, peak: Peak
+) -> LinearPart:
+    flops = num_bytes = expert_bytes = 0.0
+    share = _expert_share(config)
+    for layer in shape.layers:
+        for weight in layer.weights:
+            count, stored = local_count(weight, ranks), storage.bits_of(weight.form, bits)
+            rate = 0.5 if peak.has_fp8 and stored <= FP8_BITS else 1.0
+            if weight.split == "experts":
+                flops += 2 * count * share * rate
+                expert_bytes += count * stored / 8
+            else:
+                flops += 2 * count * rate
+                num_bytes += count * stored / 8
+    head = ceil_share(shape.vocab_size, ranks.attention) * shape.hidden_size
+    return LinearPart(flops, num_bytes + head * bits / 8, 2.0 * head, expert_bytes, share)
+
+
+def _expert_share(config: Mapping[str, Any]) -> float:
+    keys = Keys(text_config(config), "config.json")
+    count = keys.number("n_routed_experts", "num_local_experts", "num_experts", default=0)
+    chosen = keys.number("num_experts_per_tok", "num_experts_per_token", "moe_topk", default=1)
+    return min(chosen / count, 1.0) if count else 0.0
+
+
+def _cache_part(shape: ModelShape, group: GroupSpec, ranks: Ranks) -> CachePart:
+    flops = 0.0
+    for layer in group.layers:
+        mixer = shape.layers[layer].mixer
+        if isinstance(mixer, AttentionShape):
+            flops += 4.0 * mixer.num_heads * mixer.head_dim / ranks.attention
+        elif isinstance(mixer, LatentShape):
+            flops += 2.0 * mixer.num_heads * (2 * mixer.latent_dim + mixer.rope_dim) / ranks.attention
+        elif isinstance(mixer, RecurrentShape):
+            flops += 6.0 * mixer.state_count / ranks.attention
+    return CachePart(flops, 2.0 * group.state_bytes if group.is_recurrent else float(group.bytes_per_token))

@@ -1,0 +1,132 @@
+"""One simulated instance: the real loop, scheduler and cache over a modelled engine, with a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace import wire
+from headrace.config.llm_args import LlmArgs
+from headrace.runtime.core import open_core
+from headrace.scheduler.scheduler import Outbox
+from headrace.seam import EngineFacts
+from headrace.simulate.ahead import Ahead, look_ahead
+from headrace.simulate.cost import Cost
+from headrace.simulate.engine import ModelledEngine, VirtualClock
+from headrace.simulate.tally import Tally
+from headrace.simulate.work import Longs
+from headrace.types import Delta, Request
+
+
+@dataclass(slots=True)
+class Inbox:
+    """Implements `runtime.loop.Link`: messages wait here, time passes while there are none, tokens go to the tally."""
+
+    clock: VirtualClock
+    tally: Tally
+    messages: list[wire.Up] = field(default_factory=list[wire.Up])
+    ended: list[tuple[float, Delta]] = field(default_factory=list[tuple[float, Delta]])
+    """Since somebody looked."""
+
+    def receive(self, wait_s: float) -> Sequence[wire.Up]:
+        messages, self.messages = self.messages, []
+        if not messages:
+            self.clock.pass_by(wait_s)
+        return messages
+
+    def send(self, outbox: Outbox, step: int) -> None:
+        now_s = self.clock.now_s
+        if len(outbox.ids):
+            self.tally.add(outbox.ids, now_s)
+        for delta in outbox.deltas:
+            if delta.tokens:
+                self.tally.add(np.array([delta.id], np.int64), now_s)
+            if delta.finish is not None:
+                self.tally.end(delta, now_s)
+                self.ended.append((now_s, delta))
+
+    def reply(self, message: wire.Down) -> None:
+        raise AssertionError("nobody asks a simulated instance anything")
+
+
+class Instance:
+    """`turn` and `put` are called in the order of time by who owns several of them.
+
+    Args:
+        fast: work out runs of equal steps at once; the result is the same either way.
+    """
+
+    def __init__(self, args: LlmArgs, facts: EngineFacts, cost: Cost, *, fast: bool = True) -> None:
+        self.clock = VirtualClock()
+        self.engine = ModelledEngine(facts, cost, self.clock)
+        self.core = open_core(args, self.engine, clock=self.clock)
+        self.inbox = Inbox(self.clock, Tally(0))
+        self.loop = self.core.loop(args, self.inbox)
+        self.version = 0
+        """Changes when what was told to come next does not come."""
+        self._fast = fast
+        self._ahead: Ahead | None = None
+        self._is_quiet = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.inbox.messages) or self.core.scheduler.has_work
+
+    @property
+    def next_s(self) -> float:
+        """When `turn` is due."""
+        ahead = self._ahead
+        return self.clock.now_s if ahead is None else float(ahead.ends_s[-1])
+
+    def begin(self, tally: Tally) -> None:
+        """Of what comes from now on."""
+        self.inbox.tally = tally
+
+    def put(self, request: Request, now_s: float) -> None:
+        """A request comes in; what was begun before is done first."""
+        ahead = self._ahead
+        if ahead is not None:
+            self._make(ahead, ahead.begun_before(now_s))
+            self.version += 1
+        elif not self.has_work:
+            self.clock.reach(now_s)
+        self.inbox.messages.append(wire.Submit([request]))
+
+    def turn(self) -> list[tuple[float, Delta]]:
+        """Everything until `next_s`, or one turn of the loop. Returns who ended, and when."""
+        if self._ahead is not None:
+            self._make(self._ahead, self._ahead.num_turns)
+        else:
+            self._real_turn()
+        if self._fast and not (self.inbox.messages or self.inbox.ended):
+            self._ahead = look_ahead(self.core, self.engine, is_quiet=self._is_quiet)
+        ended, self.inbox.ended = self.inbox.ended, []
+        return ended
+
+    def match(self, request: Request) -> int:
+        """Tokens of the prompt that its cache would bring now."""
+        kv = self.core.scheduler.sections[0].kv
+        return kv.match(request.prompt, claim=kv.claim_of(request))
+
+    def close(self) -> None:
+        self.core.close()
+
+    def _real_turn(self) -> None:
+        came, scheduler, steps = bool(self.inbox.messages), self.core.scheduler, self.loop.steps
+        self.loop.turn()
+        made = self.loop.steps - steps
+        self.inbox.tally.num_steps += made
+        counts = scheduler.counts
+        self._is_quiet = bool(made) and not (came or self.inbox.ended or counts.num_admitted or counts.num_preempted)
+
+    def _make(self, ahead: Ahead, num_turns: int) -> None:
+        self._ahead = None
+        if not num_turns:
+            return
+        ids: Longs = self.core.scheduler.sections[0].slots.request_id[ahead.rows]
+        ahead.apply(self.core, self.engine, num_turns)
+        self.inbox.tally.add_run(ids, ahead.ends_s[:num_turns])
+        self.loop.steps += num_turns
+        self.inbox.tally.num_steps += num_turns
