@@ -147,10 +147,8 @@ byId("key-form").addEventListener("submit", async (event) => {
 
 // ---- the theme ----------------------------------------------------------------------------------
 
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-
 function isDark() {
-  return (document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light")) === "dark";
+  return document.documentElement.dataset.theme === "dark";
 }
 
 function labelTheme() {
@@ -163,10 +161,11 @@ function labelTheme() {
 byId("theme-button").addEventListener("click", () => {
   const next = isDark() ? "light" : "dark";
   document.documentElement.dataset.theme = next;
+  delete document.documentElement.dataset.followsSystem;
   store("theme", next, localStorage);
   labelTheme();
 });
-dark.addEventListener("change", labelTheme);
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", labelTheme);
 
 window.addEventListener("hashchange", go);
 labelTheme();
