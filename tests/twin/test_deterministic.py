@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from headrace.layers.factory import LayerFactory
+from headrace.layers.recipes import read_recipes
+from headrace.quant._fixed import Fixed
 from headrace.types import Delta, Request, Sampling
 from tests.kits.model import save_tiny
 from tests.twin.harness import BLOCK, VOCAB, open_runtime, request, run, tiny_gemma3, tiny_llama
@@ -68,6 +72,19 @@ def check_bits(folder: Path, dtype: str, **changes: Any) -> None:
             assert seen(run(core, [*others(2), asked])[0]) == alone, length
     finally:
         core.engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_too(tmp_path: Path, dtype: str) -> None:
+    save_tiny(tmp_path, "qwen3_moe")
+    check_bits(tmp_path, dtype)
+
+
+def test_routers_are_multiplied_alike() -> None:
+    """Whatever is plain in every checkpoint: a router that rounds differently sends a token to other experts."""
+    recipes = read_recipes({}).fixed()
+    factory = LayerFactory(dtype=torch.float32, recipe=recipes, plain=recipes.plain)
+    assert isinstance(factory.plain_linear("layers.0.mlp.router", 8, 4).recipe, Fixed)
 
 
 def test_recurrent_layers_are_refused(tmp_path: Path) -> None:

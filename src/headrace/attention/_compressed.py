@@ -56,9 +56,9 @@ class CompressedSpec:
         if self.pool is None:
             return (window,)
         raw = exact(dtype)
-        loose, entries = [*_loose("", self.pool, raw)], [Region("entries", (self.dim,), dtype)]
+        loose, entries = loose_regions("", self.pool, raw), [Region("entries", (self.dim,), dtype)]
         if self.index is not None:
-            loose += _loose("index_", self.index.pool, raw)
+            loose += loose_regions("index_", self.index.pool, raw)
             entries.append(Region("index_entries", (self.index.pool.dim,), dtype))
         every = self.pool.every
         return (window, CachePart(tuple(loose), self.pool.reach), CachePart(tuple(entries), None, every))
@@ -69,7 +69,8 @@ def exact(dtype: str) -> str:
     return "bfloat16" if dtype == FP8 else dtype
 
 
-def _loose(prefix: str, pool: PoolSpec, dtype: str) -> list[Region]:
+def loose_regions(prefix: str, pool: PoolSpec, dtype: str) -> list[Region]:
+    """What the entries of a pool are made of."""
     return [Region(f"{prefix}{name}", (pool.width,), dtype) for name in ("values", "gates")]
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from headrace.attention._compressed import EntryIndexSpec, exact
+from headrace.attention._compressed import EntryIndexSpec, exact, loose_regions
 from headrace.attention._latent import LatentCache, LatentSpec
 from headrace.attention.port import CachePart
 from headrace.seam import Region
@@ -31,7 +31,7 @@ class PooledSpec:
     def parts(self, dtype: str) -> tuple[CachePart, ...]:
         """Latents; what the next pool's key is made of; the pools' keys."""
         pool = self.index.pool
-        loose = tuple(Region(name, (pool.width,), exact(dtype)) for name in ("index_values", "index_gates"))
+        loose = tuple(loose_regions("index_", pool, exact(dtype)))
         keys = (Region("index_entries", (pool.dim,), dtype),)
         return (
             CachePart(self.regions(dtype)),

@@ -158,7 +158,7 @@ class Rank:
 
     def _factory(self, dtype: torch.dtype, recipes: Recipes, *, max_len: int | None) -> LayerFactory:
         moe = self.args.moe_config
-        moe_backend = "fixed" if self.args.deterministic and self.device.type == "cuda" else moe.backend.value
+        moe_backend = "FIXED" if self.args.deterministic else moe.backend.value
         return LayerFactory(
             dtype=dtype,
             recipe=recipes,
@@ -167,6 +167,7 @@ class Rank:
             max_len=max_len,
             state_dtype=state_dtype(self.args.kv_cache_config.mamba_ssm_cache_dtype),
             experts=ExpertsSetup(recipes.of_experts, moe_backend, moe.max_num_tokens),
+            plain=recipes.plain,
         )
 
     def _logits_bytes(self, dtype: torch.dtype) -> int:

@@ -24,12 +24,11 @@ from headrace.kernels.quantise import PLAIN, quantise
 from headrace.kernels.rope import turn_last
 from headrace.layers.factory import LayerFactory
 from headrace.layers.heads import Sinks, UnitNorm
-from headrace.layers.linear import Linear, Output, column_linear, replicated_linear
+from headrace.layers.linear import Linear, Output, column_linear
 from headrace.layers.norm import Norm
 from headrace.layers.port import Act, ForwardStep, Mixer
 from headrace.layers.recurrent import SmallWeights
 from headrace.layers.weights import Parameter, Part, Slot
-from headrace.quant.none import Dense
 
 WINDOW_ROPE, ENTRY_ROPE = "window", "entries"
 """Rope of layers that see their window alone, and of those with entries."""
@@ -184,7 +183,7 @@ def compressor(factory: LayerFactory, name: str, *, hidden_size: int, spec: Pool
     """Modules `{name}.loose` (slots values, gates), `{name}.bias` and `{name}.norm`."""
     loose = column_linear(
         f"{name}.loose", hidden_size, [Output(slot, spec.width, (0, spec.width)) for slot in ("values", "gates")],
-        bias=False, recipe=Dense(), dtype=factory.dtype, device=factory.device,
+        bias=False, recipe=factory.plain, dtype=factory.dtype, device=factory.device,
     )  # fmt: skip
     small = SmallWeights(
         name,
@@ -200,15 +199,10 @@ def entry_indexer(
     factory: LayerFactory, name: str, *, hidden_size: int, q_rank: int, spec: EntryIndexSpec, eps: float
 ) -> EntryIndexer:
     """Modules `{name}.q`, `{name}.weights`, which is plain in every checkpoint, and those of `compressor`."""
-    weights = replicated_linear(
-        f"{name}.weights", hidden_size, spec.num_heads,
-        bias=False, recipe=Dense(), dtype=factory.dtype, device=factory.device,
-    )  # fmt: skip
-    factory.modules.append(weights)
     return EntryIndexer(
         compressor(factory, name, hidden_size=hidden_size, spec=spec.pool, eps=eps),
         factory.linear(f"{name}.q", q_rank, spec.num_heads * spec.pool.dim),
-        weights,
+        factory.plain_linear(f"{name}.weights", hidden_size, spec.num_heads),
         spec,
     )
 

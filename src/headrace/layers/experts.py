@@ -20,14 +20,13 @@ from headrace.kernels.moe.port import ExpertWeights, MoeBackend
 from headrace.kernels.moe.port import Routing as Routing
 from headrace.layers.experts_backend import find_backend
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.linear import Linear, replicated_linear
+from headrace.layers.linear import Linear
 from headrace.layers.mlp import Mlp, PlainMlp, activation
 from headrace.layers.norm import Norm
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act
 from headrace.layers.stacked import ByExpert, ExpertsShare, Side, StackedLinear, inner_unit
 from headrace.layers.weights import Init, Parameter
-from headrace.quant.none import Dense
 from headrace.quant.port import ExpertsRecipe
 
 FusedForm = Literal["out_in", "in_out"]
@@ -241,12 +240,6 @@ class ExpertsBuilder:
             dtype=self.dtype,
         )
 
-    def router(self, hidden_size: int, num_experts: int, *, bias: bool, dtype: torch.dtype | None) -> Linear:
-        return self._plain("router", hidden_size, num_experts, bias=bias, dtype=dtype or self.dtype)
-
-    def shared_gate(self, hidden_size: int) -> Linear:
-        return self._plain("shared_gate", hidden_size, 1, bias=False, dtype=self.dtype)
-
     def correction(self, num_experts: int) -> ByExpert:
         return self._by_expert("correction", num_experts, dtype=torch.float32, init="zero")
 
@@ -255,18 +248,6 @@ class ExpertsBuilder:
 
     def _by_expert(self, part: str, num_experts: int, *, dtype: torch.dtype, init: Init) -> ByExpert:
         return ByExpert(f"{self.name}.router.{part}", num_experts, dtype=dtype, device=self.device, init=init)
-
-    def _plain(self, part: str, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> Linear:
-        """Routers are plain in every checkpoint."""
-        return replicated_linear(
-            f"{self.name}.{part}",
-            in_features,
-            out_features,
-            bias=bias,
-            recipe=Dense(),
-            dtype=dtype,
-            device=self.device,
-        )
 
     def _recipe(self, part: str) -> ExpertsRecipe:
         name = f"{self.name}.{part}"

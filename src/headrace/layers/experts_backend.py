@@ -30,6 +30,8 @@ def find_backend(name: str, device_type: str) -> MoeBackend:
     """
     fastest = "triton" if device_type == "cuda" else "cpu"
     wanted = name.upper()
+    if wanted == "FIXED":  # `deterministic`
+        return plugins.load("kernels.moe", "fixed" if fastest == "triton" else fastest)()
     if wanted == "AUTO":
         return plugins.load("kernels.moe", fastest)()
     if wanted in REFERENCE_BACKENDS:

@@ -39,12 +39,14 @@ class LayerFactory:
         max_len: int | None = None,
         state_dtype: torch.dtype | None = None,
         experts: ExpertsSetup | None = None,
+        plain: Recipe | None = None,
     ) -> None:
         """
         Args:
             dtype: of weights and activations.
             max_len: the longest sequence that the engine will run, when the user has limited it.
             state_dtype: of recurrent states; None is the config's, or that of the model.
+            plain: of linears that no checkpoint quantises; None is a dense one.
         """
         self.dtype = dtype
         self.recipe = recipe
@@ -53,6 +55,7 @@ class LayerFactory:
         self.max_len = max_len
         self.state_dtype = state_dtype
         self.experts_setup = experts or ExpertsSetup()
+        self.plain = plain or Dense()
         self.modules: list[Loadable] = []
 
     @property
@@ -127,6 +130,21 @@ class LayerFactory:
             dtype=self.dtype,
             device=self.device,
         )
+        self.modules.append(linear)
+        return linear
+
+    def plain_linear(
+        self, name: str, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype | None = None
+    ) -> Linear:
+        """A linear layer that every rank computes whole and no checkpoint quantises: a router's, an indexer's weights.
+
+        Args:
+            dtype: it is held and computed in; None is that of the model.
+        """
+        linear = replicated_linear(
+            name, in_features, out_features,
+            bias=bias, recipe=self.plain, dtype=dtype or self.dtype, device=self.device,
+        )  # fmt: skip
         self.modules.append(linear)
         return linear
 
@@ -254,28 +272,28 @@ class LayerFactory:
             name, setup=self.experts_setup, recipe=self.recipe, parallel=self.parallel, dtype=self.dtype,
             device=self.device,
         )  # fmt: skip
-        width = latent_size or hidden_size
         routed = builder.routed(
-            width, intermediate_size, routing, act=act, bias=bias, fused=fused, weighs_input=weighs_input
-        )
-        router = builder.router(hidden_size, routing.num_experts, bias=router_bias, dtype=router_dtype)
-        correction = builder.correction(routing.num_experts) if has_correction else None
-        expert_scale = builder.expert_scale(routing.num_experts) if has_expert_scale else None
-        shared_gate = builder.shared_gate(hidden_size) if has_shared_gate else None
-        self.modules += filter(None, (routed, router, correction, expert_scale, shared_gate))
-        shared = latent = None
+            latent_size or hidden_size, intermediate_size, routing, act=act, bias=bias, fused=fused,
+            weighs_input=weighs_input,
+        )  # fmt: skip
+        num = routing.num_experts
+        router = self.plain_linear(f"{name}.router", hidden_size, num, bias=router_bias, dtype=router_dtype)
+        correction = builder.correction(num) if has_correction else None
+        scale = builder.expert_scale(num) if has_expert_scale else None
+        shared_gate = self.plain_linear(f"{name}.shared_gate", hidden_size, 1) if has_shared_gate else None
+        self.modules += filter(None, (routed, correction, scale))
+        shared, latent, part = None, None, f"{name}.shared"
         if shared_size is not None:
-            part, size = f"{name}.shared", shared_size
             if act.is_gated:
-                shared = self.mlp(part, hidden_size=hidden_size, intermediate_size=size, act=shared_act)
+                shared = self.mlp(part, hidden_size=hidden_size, intermediate_size=shared_size, act=shared_act)
             else:
-                shared = self.plain_mlp(part, hidden_size=hidden_size, intermediate_size=size, act=act.kind)
+                shared = self.plain_mlp(part, hidden_size=hidden_size, intermediate_size=shared_size, act=act.kind)
         if latent_size is not None:
             into = self.linear(f"{name}.into_latent", hidden_size, latent_size)
             latent = (into, self.linear(f"{name}.from_latent", latent_size, hidden_size))
         return Experts(
             router, routed, backend=builder.backend, routing=routing, correction=correction, shared=shared,
-            shared_gate=shared_gate, router_dtype=router_dtype, latent=latent, expert_scale=expert_scale,
+            shared_gate=shared_gate, router_dtype=router_dtype, latent=latent, expert_scale=scale,
             max_num_tokens=self.experts_setup.max_num_tokens,
         )  # fmt: skip
 

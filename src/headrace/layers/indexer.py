@@ -6,10 +6,9 @@ from headrace.attention._latent import IndexProjected, IndexSpec
 from headrace.kernels.rope import apply_rope
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.linear import Linear, replicated_linear
+from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.layers.port import Act, Rope
-from headrace.quant.none import Dense
 
 INDEXER_RULES = {
     "model.layers.*.self_attn.indexer.wq_b.*": "layers.*.attention.indexer.q.*",
@@ -58,16 +57,11 @@ def indexer(
     factory: LayerFactory, name: str, *, hidden_size: int, q_rank: int, spec: IndexSpec, interleaved: bool
 ) -> Indexer:
     """Modules `{name}.q`, `{name}.k`, `{name}.k_norm` and `{name}.weights`, which is plain in every checkpoint."""
-    weights = replicated_linear(
-        f"{name}.weights", hidden_size, spec.num_heads,
-        bias=False, recipe=Dense(), dtype=factory.dtype, device=factory.device,
-    )  # fmt: skip
-    factory.modules.append(weights)
     return Indexer(
         q=factory.linear(f"{name}.q", q_rank, spec.num_heads * spec.dim),
         k=factory.linear(f"{name}.k", hidden_size, spec.dim),
         k_norm=factory.layer_norm(f"{name}.k_norm", spec.dim, eps=NORM_EPS, bias=True),
-        weights=weights,
+        weights=factory.plain_linear(f"{name}.weights", hidden_size, spec.num_heads),
         spec=spec,
         interleaved=interleaved,
     )

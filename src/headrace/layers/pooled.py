@@ -13,12 +13,11 @@ from headrace.attention._pooled import PooledSpec
 from headrace.layers.factory import LayerFactory
 from headrace.layers.indexer import INDEXER_RULES, NORM_EPS
 from headrace.layers.latent import LatentAttention
-from headrace.layers.linear import Linear, replicated_linear
+from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.layers.port import Act, ForwardStep, Mixer, Rope
 from headrace.layers.recurrent import SmallWeights
 from headrace.layers.weights import Slot
-from headrace.quant.none import Dense
 
 POOL_INDEXER_RULES = {
     **INDEXER_RULES,
@@ -83,15 +82,6 @@ def pool_indexer(
 ) -> PoolIndexer:
     """Modules `{name}.q`, `{name}.k`, `{name}.k_norm`, and plain in every checkpoint `{name}.gates`, `{name}.weights`
     and `{name}.bias`."""
-
-    def plain(part: str, features: int) -> Linear:
-        linear = replicated_linear(
-            f"{name}.{part}", hidden_size, features,
-            bias=False, recipe=Dense(), dtype=factory.dtype, device=factory.device,
-        )  # fmt: skip
-        factory.modules.append(linear)
-        return linear
-
     small = SmallWeights(
         name,
         {"bias": [Slot("", (spec.pool.every, spec.pool.dim))]},
@@ -103,8 +93,8 @@ def pool_indexer(
         q=factory.linear(f"{name}.q", q_rank, spec.num_heads * spec.pool.dim),
         k=factory.linear(f"{name}.k", hidden_size, spec.pool.dim),
         k_norm=factory.layer_norm(f"{name}.k_norm", spec.pool.dim, eps=NORM_EPS, bias=True),
-        gates=plain("gates", spec.pool.dim),
-        weights=plain("weights", spec.num_heads),
+        gates=factory.plain_linear(f"{name}.gates", hidden_size, spec.pool.dim),
+        weights=factory.plain_linear(f"{name}.weights", hidden_size, spec.num_heads),
         small=small,
         spec=spec,
     )
