@@ -2,11 +2,13 @@
 
     python benchmarks/gpu.py --case P1,P3 [--folder FOLDER] [--check 64] [--report FILE]
     python benchmarks/gpu.py --case P1,P2,P2b,P2c,P3,P5,P6,P7 --shape tiny        (anywhere: proves that it runs)
+    python benchmarks/gpu.py --case M1,M2                        (mixtures of experts; weights drawn, none written)
 
-Llama 3.1 8B's shape with FP8 weights, activations and cache. Ids in and out, greedy, no EOS, every prompt its own, all
-requests handed over at once, the clock over the whole batch. Of each throughput case as many outputs as `--check` says
-are generated again without overlap and without CUDA graphs: other batch sizes round differently, so what is shown is
-how many are equal to the end and where the others first differ.
+P: Llama 3.1 8B's shape with FP8 weights, activations and cache. Ids in and out, greedy, no EOS, every prompt its own,
+all requests handed over at once, the clock over the whole batch. Of each throughput case as many outputs as `--check`
+says are generated again without overlap and without CUDA graphs: other batch sizes round differently, so what is shown
+is how many are equal to the end and where the others first differ, and how many are equal where bits are fixed
+(`deterministic: true`), with overlap and graphs and without.
 """
 
 from __future__ import annotations
@@ -63,7 +65,11 @@ TARGETS = {
     "P5": "1.26 s",
     "P6": "0.2",
     "P7": "20 s",
+    "M1": "8,100 tok/s (512), 3,200 tok/s (64), 3.8 ms (1)",
+    "M2": "8,000 tok/s (512)",
 }
+EXPERTS = {"M1": ("qwen3-30b-a3b", "none"), "M2": ("gpt-oss-20b", "mxfp4")}
+"""Shapes and layouts of `random_checkpoint`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +122,25 @@ def throughput(bench: Bench, load: Load) -> dict[str, Any]:
 def check(
     bench: Bench, load: Load, prompts: Sequence[list[int]], tokens: Sequence[list[int]], limits: dict[str, Any]
 ) -> dict[str, Any]:
-    """Some outputs again, a step at a time and kernel by kernel."""
+    """Some outputs again, a step at a time and kernel by kernel; then both ways with kernels whose bits are fixed."""
     count = min(bench.num_checked, load.num_requests)
     if not count:
         return {}
     chosen = random.Random(2).sample(range(load.num_requests), count)
-    with bench.open(**limits, cuda_graph_config=None, disable_overlap_scheduler=True) as llm:
-        outputs = llm.generate([prompts[at] for at in chosen], greedy(load.output_len), use_tqdm=False)
-    assert isinstance(outputs, list)
-    lengths = [_same(tokens[at], list(output.outputs[0].token_ids)) for at, output in zip(chosen, outputs, strict=True)]
+    plain: dict[str, Any] = {"cuda_graph_config": None, "disable_overlap_scheduler": True}
+
+    def again(output_len: int, **changes: Any) -> list[list[int]]:
+        with bench.open(**limits, **changes) as llm:
+            outputs = llm.generate([prompts[at] for at in chosen], greedy(output_len), use_tqdm=False)
+        assert isinstance(outputs, list)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    lengths = [_same(tokens[at], one) for at, one in zip(chosen, again(load.output_len, **plain), strict=True)]
     equal = sum(length == load.output_len for length in lengths)
-    return {"equal": f"{equal} of {count}", "first difference at (mean)": round(statistics.mean(lengths), 1)}
+    found = {"equal": f"{equal} of {count}", "first difference at (mean)": round(statistics.mean(lengths), 1)}
+    short = min(load.output_len, 128)
+    fixed = zip(again(short, deterministic=True), again(short, deterministic=True, **plain), strict=True)
+    return found | {"equal under deterministic": f"{sum(one == other for one, other in fixed)} of {count}"}
 
 
 def _same(one: Sequence[int], two: Sequence[int]) -> int:
@@ -135,21 +149,43 @@ def _same(one: Sequence[int], two: Sequence[int]) -> int:
 
 
 def one_request(bench: Bench) -> dict[str, Any]:
-    """P3: milliseconds a token, after the first."""
+    """P3."""
+    with bench.open(max_batch_size=64, max_seq_len=1024) as llm:
+        return one_at_a_time(bench, llm)
+
+
+def one_at_a_time(bench: Bench, llm: LLM) -> dict[str, Any]:
+    """Milliseconds a token, after the first."""
     count = 8 if bench.is_tiny else 128
     prompts = bench.prompts(8, 128 if count == 128 else 16)
-    with bench.open(max_batch_size=64, max_seq_len=1024) as llm:
 
-        def seconds(prompt: list[int], num: int) -> float:
-            begin_s = time.perf_counter()
-            llm.generate(prompt, greedy(num), use_tqdm=False)
-            return time.perf_counter() - begin_s
+    def seconds(prompt: list[int], num: int) -> float:
+        begin_s = time.perf_counter()
+        llm.generate(prompt, greedy(num), use_tqdm=False)
+        return time.perf_counter() - begin_s
 
-        for prompt in prompts[:2]:
-            seconds(prompt, count)
-        first = statistics.median(seconds(prompt, 1) for prompt in prompts[2:])
-        whole = statistics.median(seconds(prompt, count) for prompt in prompts[2:])
+    for prompt in prompts[:2]:
+        seconds(prompt, count)
+    first = statistics.median(seconds(prompt, 1) for prompt in prompts[2:])
+    whole = statistics.median(seconds(prompt, count) for prompt in prompts[2:])
     return {"ms a token": round((whole - first) / (count - 1) * 1000, 3), "first ms": round(first * 1000, 2)}
+
+
+def experts(name: str) -> dict[str, Any]:
+    """M1 and M2: 1,024 tokens in and out, weights drawn on the device."""
+    shape, quant = EXPERTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        random_checkpoint.write_config(Path(folder), random_checkpoint.SHAPES[shape], quant=quant)
+        bench = Bench(Path(folder), is_tiny=False, num_checked=0)
+        with bench.open(load_format="dummy", max_batch_size=512, max_seq_len=2064) as llm:
+            found = one_at_a_time(bench, llm)
+            for count in (64, 512):
+                prompts = bench.prompts(count, 1024, seed=count)
+                llm.generate(prompts[:8], greedy(4), use_tqdm=False)
+                begin_s = time.perf_counter()
+                llm.generate(prompts, greedy(1024), use_tqdm=False)
+                found[f"{count} at once, tok/s"] = round(count * 1024 / (time.perf_counter() - begin_s))
+    return found
 
 
 def long_prompt(bench: Bench) -> dict[str, Any]:
@@ -207,13 +243,15 @@ CASES: dict[str, Callable[[Bench], dict[str, Any]]] = {
 def measure(name: str, bench: Bench) -> dict[str, Any]:
     if name in LOADS:
         return throughput(bench, LOADS[name].shrunk() if bench.is_tiny else LOADS[name])
+    if name in EXPERTS:
+        return experts(name)
     return CASES[name](bench)
 
 
 def main() -> None:
     names = [*LOADS, *CASES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default=",".join(names), help=f"of {', '.join(names)}, with commas between them")
+    parser.add_argument("--case", default=",".join(names), help=f"of {', '.join([*names, *EXPERTS])}, with commas")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=["llama-3.1-8b", "tiny"])
     parser.add_argument("--folder", type=Path, help="where the checkpoint is or shall be; kept")
     parser.add_argument("--check", type=int, default=64, help="outputs to generate again")
@@ -221,7 +259,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch) / options.shape
-        if not (folder / "config.json").exists():
+        wanted = options.case.split(",")
+        if not (folder / "config.json").exists() and not EXPERTS.keys() >= set(wanted):
             device = "cuda" if torch.cuda.is_available() else "cpu"
             shape = random_checkpoint.SHAPES[options.shape]
             random_checkpoint.write(folder, shape, quant="none" if options.shape == "tiny" else "fp8", device=device)
@@ -229,7 +268,7 @@ def main() -> None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         print(f"{device}, torch {torch.__version__}, {options.shape}\n\n| id | must reach | measured |\n|---|---|---|")
         report: dict[str, Any] = {}
-        for name in options.case.split(","):
+        for name in wanted:
             report[name] = measure(name, bench)
             shown = "; ".join(f"{key} {value}" for key, value in report[name].items())
             print(f"| {name} | {TARGETS[name]} | {shown} |", flush=True)

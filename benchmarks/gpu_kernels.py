@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +21,11 @@ from gpu_timing import DEVICE, FP8_TFLOP_S, HALF_TFLOP_S, Result, eight, half, m
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
 from headrace.attention.triton import TritonAttention
 from headrace.kernels import _triton_decode, _triton_linear, _triton_prefill
+from headrace.kernels._triton_draw import DrawTuning, launch_draw
 from headrace.kernels._triton_linear import StreamTuning
 from headrace.kernels._triton_rope import launch_rope_write
 from headrace.kernels._triton_rows import launch_act_mul, launch_norm, launch_quantise
-from headrace.kernels._triton_sample import launch_draw, launch_shape
+from headrace.kernels._triton_sample import launch_shape
 from headrace.kernels.fp8_linear import fp8_linear
 from headrace.kernels.gated_linear import gated_linear
 from headrace.kernels.quantise import FP8, PLAIN, Form, Quantised
@@ -182,8 +182,8 @@ def prefill(tune: bool) -> Iterator[Result]:
 
 STREAM_TUNINGS = [
     StreamTuning(inputs, parts, 4, stages)
-    for inputs, stages in ((256, 4), (256, 6), (128, 6), (512, 3))
-    for parts in (1, 2, 4, 7, 8)
+    for inputs, stages in ((256, 3), (256, 4), (256, 6), (128, 6), (512, 3))
+    for parts in (1, 2, 4)
 ]
 
 
@@ -243,11 +243,20 @@ def gated(tune: bool) -> Iterator[Result]:
         yield Result("FP8 gate-up + silu + quantise", f"{num} rows", floor, time_us(fused, 4, at_least=16), note)
 
 
+DRAW_TUNINGS = [
+    DrawTuning(),
+    *(DrawTuning(part, warps=warps) for part, warps in ((2048, 4), (2048, 8), (4096, 16))),
+    DrawTuning(registers=64),
+    DrawTuning(candidates=1024),
+    DrawTuning(pick_warps=4),
+]
+
+
 def sample(tune: bool) -> Iterator[Result]:
-    """Draws and rules at Llama 3.1's vocabulary; logits as spread as a model's."""
+    """Draws and rules at Llama 3.1's vocabulary; logits that are normal, and peaky ones, as a model's mostly are."""
     rules = {"temperature": (0, torch.inf), "top_k 50": (50, torch.inf), "top_p 0.9": (0, 0.9), "both": (50, 0.9)}
-    for num in (1, 64, 256, 1024):
-        logits = [half(num, VOCAB) * 3 for _ in range(2 if num > 64 else 8)]
+    for num, shape in ((num, shape) for num in (1, 64, 256, 1024) for shape in ("normal", "peaky")):
+        logits = [half(num, VOCAB) * (3 if shape == "normal" else 24) for _ in range(2 if num > 64 else 8)]
         slots = torch.arange(num, device=DEVICE)
         for name, (top_k, top_p) in rules.items():
             floats = torch.tensor([[0.8, top_p, -torch.inf, 1.0, 0.0, 0.0]] * num, dtype=torch.float64, device=DEVICE)
@@ -255,10 +264,18 @@ def sample(tune: bool) -> Iterator[Result]:
             none = torch.zeros((0, 1), dtype=torch.int64, device=DEVICE)
             table = SlotTable(floats, whole, none.int(), none, none.float())
             floor = memory_us(2 * num * VOCAB)
-            us = time_us(lambda i: launch_draw(logits[i], slots, slots, table, purpose=0), len(logits))
-            yield Result(f"draw ({name})", f"{num} rows", floor, us)
-        us = time_us(lambda i: launch_shape(logits[i], slots, slots, table, num_valid=VOCAB), len(logits))
-        yield Result("rules", f"{num} rows", memory_us(6 * num * VOCAB), us)
+            best: list[tuple[float, DrawTuning]] = []
+            for tuning in DRAW_TUNINGS if tune else DRAW_TUNINGS[:1]:
+
+                def run(i: int) -> None:
+                    launch_draw(logits[i], slots, slots, table, purpose=0, tuning=tuning)
+
+                best.append((time_us(run, len(logits), repeats=3 if tune else 7), tuning))
+            note = "; ".join(f"{tuple(each)} {us:.1f}" for us, each in sorted(best, key=lambda pair: pair[0])[:8])
+            yield Result(f"draw ({name}, {shape})", f"{num} rows", floor, best[0][0], note if tune else "")
+        if shape == "normal":
+            us = time_us(lambda i: launch_shape(logits[i], slots, slots, table, num_valid=VOCAB), len(logits))
+            yield Result("rules", f"{num} rows", memory_us(6 * num * VOCAB), us)
 
 
 def layer(tune: bool) -> Iterator[Result]:
@@ -296,38 +313,6 @@ def layer(tune: bool) -> Iterator[Result]:
         attention = memory_us(num * length * 2 * KV_HEADS * DIM)
         yield Result("four FP8 products", f"{num} rows", floor, time_us(products, 4))
         yield Result("a decode layer", f"{num} x {length}", floor + attention, time_us(whole, 4), _by_kernel(whole))
-        if tune and num <= 16:
-            for ahead in AHEAD:
-                with _asking_ahead(ahead):
-                    us = time_us(whole, 4)
-                shown = ", ".join(f"{name} {num_bytes}" for name, num_bytes in ahead.items())
-                yield Result("with weights asked for early", f"{num} x {length}", floor + attention, us, shown)
-
-
-AHEAD = [
-    {},
-    *({name: size} for name in ("qkv", "out", "down") for size in (1024, 4096)),
-    *({"gate_up": size} for size in (128, 256, 512, 1024)),
-    {"qkv": 1024, "out": 4096},
-    {"qkv": 4096, "out": 4096},
-    {"qkv": 1024, "out": 4096, "gate_up": 256},
-    {"qkv": 4096, "out": 4096, "gate_up": 512, "down": 1024},
-    {},
-]
-"""Bytes of each weight row that a product asks for while the kernels before it run."""
-
-
-@contextmanager
-def _asking_ahead(ahead: dict[str, int]) -> Iterator[None]:
-    usual = _triton_linear.tuned
-    by_shape = {SHAPES[name]: num_bytes for name, num_bytes in ahead.items()}
-    _triton_linear.tuned = lambda num_out, num_in: usual(num_out, num_in)._replace(
-        ahead=by_shape.get((num_out, num_in), 0)
-    )
-    try:
-        yield
-    finally:
-        _triton_linear.tuned = usual
 
 
 def _by_kernel(call: Callable[[int], object], *, repeats: int = 8) -> str:

@@ -309,13 +309,18 @@ def gpt_oss_experts(writer: Writer, shape: dict[str, Any], prefix: str) -> Itera
     yield f"{prefix}.mlp.experts.down_proj_bias", writer.normal(count, hidden).bfloat16()
 
 
-def write(folder: Path, shape: dict[str, Any], *, quant: str, device: str) -> None:
+def write_config(folder: Path, shape: dict[str, Any], *, quant: str) -> None:
+    """What `load_format: dummy` needs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape, quant=quant), indent=1))
     if quant == "fp8":
         settings = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
         described = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": settings}
         (folder / "hf_quant_config.json").write_text(json.dumps(described, indent=1))
+
+
+def write(folder: Path, shape: dict[str, Any], *, quant: str, device: str) -> None:
+    write_config(folder, shape, quant=quant)
     writer = Writer(folder, quant=quant, device=device)
     layers = shape["num_hidden_layers"]
     for at in range(layers):

@@ -58,6 +58,11 @@ def log_level() -> str:
     return (_text(LOG_LEVEL) or LOG_LEVEL.default).lower()
 
 
+def asked_log_level() -> str | None:
+    """None if the variable isn't set."""
+    return log_level() if _text(LOG_LEVEL) else None
+
+
 def api_keys() -> list[str]:
     """API keys; empty when the server is open."""
     return [key.strip() for key in _text(API_KEY).split(",") if key.strip()]

@@ -62,6 +62,18 @@ def setup(level: str = "info", *, stream: TextIO | None = None) -> None:
     logger.propagate = False
 
 
+def level_here() -> str:
+    """What this process shows, for the processes that it starts: what was set up, else what Python has by default."""
+    number = logging.getLogger(ROOT).getEffectiveLevel()
+    return next(name for name, shown in reversed(LEVELS.items()) if shown >= number or name == "internal_error")
+
+
+def setup_if_asked(level: str | None) -> None:
+    """For a library: its caller decides, or an environment variable."""
+    if level is not None and not logging.getLogger(ROOT).handlers:
+        setup(level)
+
+
 def get(component: str) -> logging.Logger:
     """The logger of a room, for example `get("engine")`."""
     return logging.getLogger(f"{ROOT}.{component}")

@@ -327,6 +327,8 @@ class EngineFacts:
     """What CUDA graphs will take at most."""
     kept_bytes: int = 0
     """Weights for speculation, mapped from the checkpoint on the host."""
+    kv_scales: tuple[tuple[int, float, float], ...] = ()
+    """(layer, keys, values): what those of an FP8 cache are divided by."""
 
 
 class EnginePort(Protocol):

@@ -115,6 +115,8 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved configuration."""
     quantization: str = ""
     """What the weights are stored as; "" for plain floats."""
+    kv_scales: dict[int, tuple[float, float]] = {}
+    """By layer, what keys and values of an FP8 cache are divided by; empty for other caches."""
     seconds: float = 0.0
     """How long it took."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace import log
+from headrace import env, log
 
 
 @pytest.fixture
@@ -86,3 +86,28 @@ def test_short_and_failed_phases_are_logged_for_debugging(text: io.StringIO, clo
         raise KeyError
     assert "debug [hub] reading config took 0.5 s\n" in text.getvalue()
     assert "debug [start] loading weights failed after 0.0 s\n" in text.getvalue()
+
+
+def test_what_child_processes_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger(log.ROOT)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    assert log.level_here() == "warning"  # a script that has set up nothing
+    monkeypatch.setattr(logger, "level", log.VERBOSE)
+    assert log.level_here() == "verbose"
+    monkeypatch.setattr(logger, "level", logging.ERROR + 1)
+    assert log.level_here() == "internal_error"
+
+
+def test_a_library_shows_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger(log.ROOT)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr(logger, "propagate", True)
+    log.setup_if_asked(None)
+    assert not logger.handlers
+    monkeypatch.setenv("HEADRACE_LOG_LEVEL", "ERROR")
+    log.setup_if_asked(env.asked_log_level())
+    assert len(logger.handlers) == 1 and log.level_here() == "error"
+    log.setup_if_asked("debug")
+    assert log.level_here() == "error"

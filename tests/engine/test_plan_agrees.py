@@ -65,13 +65,14 @@ MODELS |= {
 }
 HYBRIDS = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "mamba2", "nemotron_h", "granitemoehybrid",
-    "glm5_next_text",
+    "glm5_next_text", "falcon_h1",
 )  # fmt: skip
 MODELS |= {name: dict(tiny_model(name).changes) for name in HYBRIDS}
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "deepseek_v4")
 MODELS |= {name: dict(tiny_model(name).changes) for name in LATENT}
 MODELS["deepseek_v3, plain queries, biases"] = MODELS["deepseek_v3"] | {"q_lora_rank": None, "attention_bias": True}
 MODELS["granitemoehybrid, dense"] = MODELS["granitemoehybrid"] | {"num_local_experts": 0, "mamba_n_groups": 2}
+MODELS |= {f"falcon_h1, {form}": dict(tiny_model(f"falcon_h1 {form}").changes) for form in ("norm",)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -186,8 +187,10 @@ PARTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v4", {"max_gpu_total_bytes": 2_000_000}),
     ("deepseek_v4", {"max_tokens": 512, "dtype": "bfloat16"}),
     ("glm5_next_text", {"max_tokens": 256, "host_cache_size": 100_000}),
+    ("gpt_oss", {"max_gpu_total_bytes": 400_000, "enable_block_reuse": False}),
+    ("qwen3_next", {"max_gpu_total_bytes": 400_000, "mamba_state_config": {"periodic_snapshot_interval": 16}}),
 ]
-"""Of layers in several groups."""
+"""Of layers in several groups, of windows that nobody reuses, of states."""
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.engine.graphs import Captured
 from headrace.engine.rank import Rank
 from headrace.engine.rescue import NO_MEMORY
-from headrace.seam import Ints, SectionResult, ints
+from headrace.seam import SectionResult, ints
 from headrace.types import Sampling
 from tests.engine.driver import Driver, open_rank
+from tests.kits.graphs import use_pools
 from tests.twin.harness import VOCAB, tiny_gemma3, tiny_llama
 
 SAMPLINGS = [
@@ -25,32 +24,6 @@ SAMPLINGS = [
     Sampling(temperature=1.5, top_k=7, seed=4, repetition_penalty=1.4, frequency_penalty=0.5),
     Sampling(logprobs=2, logit_bias={7: 2.5}, bad_words=((9,),)),
 ]
-
-
-class Uncaptured:
-    """Graphs that run their step instead, padded to a multiple of 4."""
-
-    num_bytes = 0
-
-    def __init__(self, step: Callable[[Tensor, bool], Captured], dummy: int) -> None:
-        self.step = step
-        self.dummy = dummy
-        self.num_runs = 0
-
-    def fits(self, num_rows: int) -> bool:
-        return True
-
-    def run(self, slots: Ints, *, is_shaped: bool) -> Captured:
-        self.num_runs += 1
-        padded = np.full(-(-len(slots) // 4) * 4, self.dummy)
-        padded[: len(slots)] = slots
-        return self.step(torch.from_numpy(padded), is_shaped)
-
-    def capture_all(self) -> None:
-        pass
-
-    def drop(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module", params=[tiny_llama, tiny_gemma3], ids=["llama", "gemma3"])
@@ -80,18 +53,17 @@ def seen(result: SectionResult) -> tuple[object, ...]:
     return result.num_accepted.tolist(), result.tokens.tolist(), logprobs, result.errors
 
 
-def test_captured_steps_equal_the_others(folder: Path, rank: Rank) -> None:
+def test_captured_steps_equal_the_others(folder: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled, with rules, with log-probabilities; some sequences end on the way."""
     expected = [seen(begun_driver.rows(dict.fromkeys(range(4)))) for begun_driver in [begun(rank)] for _ in range(9)]
+    pools = use_pools(monkeypatch)
+    monkeypatch.setattr(Rank, "_capture_sizes", lambda _: [4, 8])
+    monkeypatch.setattr(Rank, "_token_sizes", lambda _: ())
     other = open_rank(folder)
     driver = begun(other)
-    stepper = other.stepper
-    stepper._max_captured = 4
-    graphs = Uncaptured(stepper._decode, stepper.state.dummy)
-    stepper.graphs = graphs
     found = [seen(driver.rows(dict.fromkeys(range(4)))) for _ in range(9)]
     other.close()
-    assert found == expected and graphs.num_runs == 9
+    assert found == expected and sum(graph.num_replays for graph in pools[0].graphs) == 9
     assert expected[0][0] == [1] * 4 and 0 in expected[-1][0] and expected[0][2]  # type: ignore[operator]
 
 

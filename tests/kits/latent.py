@@ -56,7 +56,7 @@ def random_case(seed: int) -> Case:
         block_size=block_size,
         num_heads=draw.choice([1, 3, 16, 20]),
         rank=draw.choice([16, 24, 64, 128]),
-        rope_dim=draw.choice([4, 6, 16, 64]),
+        rope_dim=draw.choice([0, 4, 6, 16, 64]),
         nope_dim=draw.choice([8, 10, 32]),
         v_dim=draw.choice([8, 12, 32]),
         interleaved=draw.random() < 0.5,
@@ -83,8 +83,9 @@ class World:
         self.latent, self.k_rope = rows(case.rank), rows(case.rope_dim)
         self.index_q, self.index_k = rows(INDEX_HEADS, case.index_dim), rows(case.index_dim)
         self.index_weights = [value.float() for value in rows(INDEX_HEADS)]
-        self.k_up = (torch.randn(case.num_heads, case.nope_dim, case.rank, generator=draw) * 0.3).to(case.dtype)
-        self.v_up = (torch.randn(case.num_heads, case.v_dim, case.rank, generator=draw) * 0.3).to(case.dtype)
+        spread = case.rank**-0.5  # keys and values of about 1 at any rank
+        self.k_up = (torch.randn(case.num_heads, case.nope_dim, case.rank, generator=draw) * spread).to(case.dtype)
+        self.v_up = (torch.randn(case.num_heads, case.v_dim, case.rank, generator=draw) * spread).to(case.dtype)
         self.tables = block_tables(case.lengths, case.block_size, draw)
 
     @property

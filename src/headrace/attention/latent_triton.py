@@ -12,7 +12,6 @@ from torch import Tensor
 
 from headrace.attention._latent import IndexProjected, LatentCache, LatentProjected, LatentSpec
 from headrace.attention._layout import BlockLayout
-from headrace.attention.latent_cpu import LatentCpu
 from headrace.attention.port import AttentionStep
 from headrace.kernels._triton_decode import DecodePlan
 from headrace.kernels._triton_index import launch_index_choice
@@ -41,8 +40,6 @@ class LatentTriton(BlockLayout):
         form: Form = PLAIN,
     ) -> Quantised:
         """Write the latents, attend causally. -> [tokens, heads * v_dim]"""
-        if not spec.rope_dim:  # the kernels read a turned part of every key
-            return LatentCpu().run(packed, cache=cache, step=step, spec=spec, form=form)
         q = self._absorbed(packed, cache, step, spec)
         chosen = self._chosen(packed, cache, step, spec)
         tokens, num_rows = q.shape[0], step.kv_lens.shape[0]

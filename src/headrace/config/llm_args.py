@@ -137,7 +137,7 @@ class LlmArgs(HeadraceArgs):
         "disabled", "How steps with prompts are captured."
     )
     prefill_capture_num_tokens: list[PositiveInt] | None = prototype(
-        None, "Token counts to capture for them; null is powers of two to 128, then steps of 256 to 3072."
+        None, "Prompt tokens of captured steps, padded to the next; null is a list from 32 to 2048, [] is none."
     )
     torch_compile_config: TorchCompileConfig | None = prototype(None, "torch.compile on the model; null is off.")
     moe_config: MoeConfig = beta(MoeConfig, "The experts layers.")

@@ -8,7 +8,10 @@ import torch
 
 from headrace import plugins
 from headrace.attention.port import AttentionBackend
+from headrace.layers.experts import RoutedExperts
 from headrace.layers.port import Layer, RecurrentLayer
+from headrace.layers.weights import Loadable
+from headrace.quant.none import Dense
 
 ORACLE = "torch"
 
@@ -52,8 +55,11 @@ def implementation_of(wanted: str, device: torch.device, *, is_fixed: bool = Fal
     return "cpu" if device.type == "cpu" else "triton"
 
 
-def check_fixed(layers: Sequence[Layer]) -> None:
+def check_fixed(layers: Sequence[Layer], modules: Sequence[Loadable], device: torch.device) -> None:
     """For `deterministic`.
+
+    Args:
+        modules: of the weight map.
 
     Raises:
         ValueError: a layer whose result for a token depends on its chunk or on the rows beside it.
@@ -66,3 +72,12 @@ def check_fixed(layers: Sequence[Layer]) -> None:
         raise ValueError(
             f"deterministic: true is for attention over heads only, and this model has {', '.join(names)} layers"
         )
+    if device.type != "cpu":
+        return
+    experts = (module.recipes for module in modules if isinstance(module, RoutedExperts))
+    for name, recipe in (pair for recipes in experts for pair in recipes.items()):
+        if not isinstance(recipe, Dense):
+            raise ValueError(
+                f"deterministic: true needs experts in 16 or 32 bits on a CPU, and {name} is stored as"
+                f" {type(recipe).__name__}: use an unquantised checkpoint, or a GPU"
+            )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from headrace.engine.constraints import Constraints
 from headrace.engine.copies import copy_bytes_per_s
 from headrace.engine.device import compute_dtype, kv_cache_dtype, pick_device, state_dtype
 from headrace.engine.fingerprint import fingerprint
-from headrace.engine.graphs import NO_GRAPHS
+from headrace.engine.forward_graphs import TOKEN_SIZES
 from headrace.engine.groups import configured_reach, group_layers
 from headrace.engine.kept import keep_or_leave
+from headrace.engine.kv_scales import kv_scales_of
 from headrace.engine.memory import check_room, free_bytes
 from headrace.engine.profiling import COMMANDS, Profiling
 from headrace.engine.rescue import queue_within_memory
@@ -90,7 +92,7 @@ class Rank:
         factory = self._factory(dtype, recipes, max_len=max_len)
         self.model: Model = build_model(config, factory, impl=args.model_impl)
         if args.deterministic:
-            check_fixed(self.model.layers)
+            check_fixed(self.model.layers, self.model.weight_map().modules, self.device)
         kv = args.kv_cache_config
         kv_dtype = kv_cache_dtype(kv.dtype, dtype, self.device, is_kv_fp8=recipes.is_kv_fp8)
         self.reach = configured_reach(kv, longest=max_len or self.model.max_position)
@@ -102,7 +104,8 @@ class Rank:
         is_drafting = args.speculative_config is not None and parallel.rank == 0
         self.kept = keep_or_leave(source, self.model.weight_map(), is_wanted=is_drafting)
         self.backends = Backends(implementation_of(args.attn_backend, self.device, is_fixed=args.deterministic))
-        self.facts = self._facts(source, config, dtype, num_valid_ids=num_valid_ids, weight_bytes=report.weight_bytes)
+        facts = self._facts(source, config, dtype, num_valid_ids=num_valid_ids, weight_bytes=report.weight_bytes)
+        self.facts = replace(facts, kv_scales=kv_scales_of(self.model.layers, kv_dtype))
         self.block_size = args.kv_cache_config.tokens_per_block
         self._clock: StepClock | None = None
         """Of the last step with rows."""
@@ -221,10 +224,11 @@ class Rank:
             block_size=self.block_size,
             max_len=max_blocks * self.block_size,
             capture_sizes=self._capture_sizes(),
+            token_sizes=self._token_sizes(),
         )
-        if not self.args.fast_start and self.stepper.graphs is not NO_GRAPHS:
-            with phase("capturing CUDA graphs"), torch.inference_mode():
-                self.stepper.graphs.capture_all()
+        if not self.args.fast_start and self.stepper.graphs is not None:
+            with phase("capturing CUDA graphs"):
+                self.stepper.capture_all()
 
     def _connector(self) -> WorkerConnector | None:
         config = self.args.kv_connector_config
@@ -241,6 +245,13 @@ class Rank:
         if self.model.has_experts and self.args.moe_config.backend is MoeBackend.VANILLA:
             return []  # it asks the device which experts are used
         return [size for size in graphs.capture_sizes() if size <= self.args.max_batch_size]
+
+    def _token_sizes(self) -> Sequence[int]:
+        """Of prompts in captured steps. A recurrent layer's chunks are cut on the host."""
+        if any(group.is_recurrent for group in self.groups):
+            return ()
+        wanted = self.args.prefill_capture_num_tokens
+        return TOKEN_SIZES if wanted is None else wanted
 
     def _max_blocks(self, sizes: PoolSizes) -> int:
         """Entries of a block table. One more than the longest sequence has: a row in flight may be past its end."""
@@ -318,7 +329,7 @@ class Rank:
             return lambda: failed
 
     def _free_unused(self) -> None:
-        self.stepper.graphs.drop()
+        self.stepper.drop_graphs()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

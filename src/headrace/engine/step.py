@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.batch import Batch, Wanted, build_batch, generation_batch
+from headrace.engine.batch import Batch, Rows, Wanted, batch_of, build_batch, generation_batch
 from headrace.engine.constraints import Constraints, is_allowed
-from headrace.engine.graphs import NO_GRAPHS, Captured, DecodeGraphs
+from headrace.engine.forward_graphs import ForwardGraphs
+from headrace.engine.graphs import Captured, DecodeGraphs, GraphPool
 from headrace.engine.pooling import Pooled
 from headrace.engine.runner import Runner
 from headrace.engine.slots import SlotState
@@ -50,11 +51,14 @@ class Stepper:
         block_size: int,
         max_len: int,
         capture_sizes: Sequence[int] = (),
+        token_sizes: Sequence[int] = (),
     ) -> None:
         """
         Args:
             max_len: the longest sequence; captured steps are planned for it.
-            capture_sizes: numbers of generation rows whose step becomes a CUDA graph when it first comes.
+            capture_sizes: numbers of generation rows whose step becomes a CUDA graph when it first comes; none for
+                no graphs at all.
+            token_sizes: numbers of prompt tokens that steps with prompts are padded to, to become graphs too.
         """
         self.runner = runner
         self.state = state
@@ -69,15 +73,37 @@ class Stepper:
         self._starts: dict[int, Tensor] = {}
         self._max_captured = max(capture_sizes, default=0)
         self._kept: Tensor | None = None
-        self.graphs = DecodeGraphs(self._decode, capture_sizes, state) if capture_sizes else NO_GRAPHS
+        self.graphs: DecodeGraphs | None = None
+        self.forwards: ForwardGraphs | None = None
+        if capture_sizes:
+            pool = GraphPool(state.device)
+            self.graphs = DecodeGraphs(self._decode, capture_sizes, state, pool)
+            self.forwards = ForwardGraphs(self._forward, state, pool, token_sizes=token_sizes, max_len=max_len)
         self.num_eager = 0
         """Steps of generation rows alone that ran without a graph although there are graphs."""
 
     @torch.inference_mode()
+    def capture_all(self) -> None:
+        """The steps that a server begins with, instead of when they first come."""
+        if self.graphs is not None and self.forwards is not None:
+            self.graphs.capture_all()
+            self.forwards.capture_all()
+
+    def drop_graphs(self) -> None:
+        """Give their memory back, or tensors that they read have moved: they are captured again when needed."""
+        if self.graphs is not None and self.forwards is not None:
+            self.graphs.drop()
+            self.forwards.drop()
+
+    @torch.inference_mode()
     def queue(self, section: Section) -> Outcome:
-        if self.graphs.fits(section.num_rows) and self._is_plain(section):
-            return self._queue_graph(section)
-        self.num_eager += self.graphs is not NO_GRAPHS and not section.num_context_rows
+        if self.graphs is not None and self.graphs.fits(section.num_rows) and self._is_plain(section):
+            return self._queue_graph(self.graphs, section)
+        captured = None if self.forwards is None else self.forwards.run(section)
+        if captured is not None:
+            self.state.raise_bounds(section)
+            return self._sample(section, *captured)
+        self.num_eager += self.graphs is not None and not section.num_context_rows
         batch, wanted = build_batch(section, self.state, groups=self._groups, block_size=self._block_size)
         hidden = self.runner.forward(batch.ids, batch.groups, rows=wanted.tokens)
         if not Pooled.is_wanted(section):
@@ -94,15 +120,15 @@ class Stepper:
             return False
         return not self.constraints.are_due(section.slot)
 
-    def _queue_graph(self, section: Section) -> Outcome:
+    def _queue_graph(self, graphs: DecodeGraphs, section: Section) -> Outcome:
         self.state.raise_bounds(section)
         self.sampler.upload()
         places = self.sampler.state.places
         if places != self._captured_places:  # the captured parameters are no longer the ones in use
-            self.graphs.drop()
+            graphs.drop()
             self._captured_places = places
         features = self.sampler.state.features[section.slot]
-        captured = self.graphs.run(section.slot, is_shaped=bool((features & (RANDOM | ALTERED | LOGPROBS)).any()))
+        captured = graphs.run(section.slot, is_shaped=bool((features & (RANDOM | ALTERED | LOGPROBS)).any()))
         num_rows = section.num_rows
         upload = Upload(captured.outputs)
         self.constraints.expect(section.slot, upload)
@@ -121,6 +147,11 @@ class Stepper:
             return replace(found, logprobs=logprobs)
 
         return result
+
+    def _forward(self, rows: Rows, tokens: Tensor) -> tuple[Batch, Tensor]:
+        """The pass of a step that samples outside, all on the device. -> (batch, hidden states of these tokens)"""
+        batch = batch_of(rows, self.state, groups=self._groups, block_size=self._block_size)
+        return batch, self.runner.forward(batch.ids, batch.groups, rows=tokens)
 
     def _decode(self, slots: Tensor, is_shaped: bool) -> Captured:
         """A step of generation rows, all on the device."""

@@ -24,23 +24,6 @@ def wait_for_predecessor(CHAINED: tl.constexpr):
         tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@triton.jit
-def ask_for(addresses, num_bytes):
-    """Bring `num_bytes` from each address on to the L2 cache, without waiting: constants that the kernel reads later.
-
-    Called before `wait_for_predecessor`, it uses the memory while the kernels before are busy with little data.
-    num_bytes: in multiples of 16.
-    """
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [addresses, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 MAX_CHAINED_ROWS = 256
 """With more rows a kernel is long beside a launch, and a successor's waiting programs would take room from it."""
 

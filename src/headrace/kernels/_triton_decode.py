@@ -25,8 +25,8 @@ TARGET_PROGRAMS = 1024
 """Parts are made until there are about this many programs: several for each of a large GPU's processors."""
 MANY_PROGRAMS = 4096
 """With more rows than fill the GPU parts still cut very long contexts, but only these."""
-FEW_PROGRAMS = 256
-FEW_PART_TOKENS = 64
+FEW_PROGRAMS = 512
+FEW_PART_TOKENS = 256
 MANY_PART_TOKENS = 2048
 
 
@@ -303,8 +303,8 @@ def tuned(dim: int, kv_dtype: torch.dtype, *, num_programs: int) -> tuple[int, i
         return 16, 4, 2
     if row_bytes > 256:
         return 32, 4, 2
-    if num_programs < FEW_PROGRAMS:
-        return 64, 4, 1
+    if num_programs <= FEW_PROGRAMS:
+        return max(64, min(FEW_PART_TOKENS, 32768 // row_bytes)), 8, 1
     return (32, 1, 1) if kv_dtype == FP8 else (32, 1, 2)
 
 

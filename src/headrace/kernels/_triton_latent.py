@@ -85,13 +85,14 @@ def _latent_write_kernel(
     pair_mask = pairs < HALF
     c = tl.load(cos + token * cos_stride + pairs, mask=pair_mask, other=1.0)
     s = tl.load(sin + token * cos_stride + pairs, mask=pair_mask, other=0.0)
-    heads = part * HEADS + tl.arange(0, HEADS)
-    mask = (heads < NUM_HEADS)[:, None] & pair_mask[None, :]
-    source = q + token * q_stride + heads[:, None] * (NOPE + 2 * HALF) + NOPE
-    first, second, a, b = _turned(source, c, s, mask, HALF, INTERLEAVED, HALF_BLOCK)
-    target = absorbed + token * absorbed_stride + heads[:, None] * WIDTH + RANK
-    tl.store(target + first[None, :], a, mask=mask)
-    tl.store(target + second[None, :], b, mask=mask)
+    if HALF > 0:
+        heads = part * HEADS + tl.arange(0, HEADS)
+        mask = (heads < NUM_HEADS)[:, None] & pair_mask[None, :]
+        source = q + token * q_stride + heads[:, None] * (NOPE + 2 * HALF) + NOPE
+        first, second, a, b = _turned(source, c, s, mask, HALF, INTERLEAVED, HALF_BLOCK)
+        target = absorbed + token * absorbed_stride + heads[:, None] * WIDTH + RANK
+        tl.store(target + first[None, :], a, mask=mask)
+        tl.store(target + second[None, :], b, mask=mask)
     if part > 0:
         return
 
@@ -102,11 +103,12 @@ def _latent_write_kernel(
     dims = tl.arange(0, RANK_BLOCK)
     values = tl.load(latent + token * latent_stride + dims, mask=dims < RANK, other=0.0)
     tl.store(place + dims, _to_cache(values, inverse_scale, stored, IS_FP8), mask=dims < RANK)
-    one = tl.zeros((1, 1), tl.int64)
-    key_mask = (one == 0) & pair_mask[None, :]
-    first, second, a, b = _turned(k_rope + token * rope_stride + one, c, s, key_mask, HALF, INTERLEAVED, HALF_BLOCK)
-    tl.store(place + RANK + one + first[None, :], _to_cache(a, inverse_scale, stored, IS_FP8), mask=key_mask)
-    tl.store(place + RANK + one + second[None, :], _to_cache(b, inverse_scale, stored, IS_FP8), mask=key_mask)
+    if HALF > 0:
+        one = tl.zeros((1, 1), tl.int64)
+        key_mask = (one == 0) & pair_mask[None, :]
+        first, second, a, b = _turned(k_rope + token * rope_stride + one, c, s, key_mask, HALF, INTERLEAVED, HALF_BLOCK)
+        tl.store(place + RANK + one + first[None, :], _to_cache(a, inverse_scale, stored, IS_FP8), mask=key_mask)
+        tl.store(place + RANK + one + second[None, :], _to_cache(b, inverse_scale, stored, IS_FP8), mask=key_mask)
     if INDEX_DIM > 0:
         dims = tl.arange(0, INDEX_BLOCK)
         keys = tl.load(index_k + token * index_stride + dims, mask=dims < INDEX_DIM, other=0.0)
@@ -134,7 +136,7 @@ def launch_latent_write(
     Args:
         q: [tokens, heads, nope_dim + rope_dim], heads contiguous.
         latent: [tokens, rank].
-        k_rope: [tokens, rope_dim].
+        k_rope: [tokens, rope_dim], which may be 0.
         cache: [num_blocks, block_size, rank + rope_dim]; FP8 entries are divided by `scale`, saturated.
         absorbed: [tokens, heads, rank + rope_dim], whose last `rope_dim` features are written.
         index_k: [tokens, index dim], written to `index_keys` as it is.
@@ -144,7 +146,8 @@ def launch_latent_write(
         return
     rank, rope_dim = latent.shape[1], k_rope.shape[1]
     assert q.stride()[1:] == (q_dim, 1) and absorbed.is_contiguous() and cache.stride()[1:] == (rank + rope_dim, 1)
-    assert latent.stride(1) == k_rope.stride(1) == cos.stride(1) == 1 and cos.stride() == sin.stride()
+    assert latent.stride(1) == 1 and cos.stride() == sin.stride()
+    assert not rope_dim or k_rope.stride(1) == cos.stride(1) == 1
     index_dim = 0 if index_k is None else index_k.shape[1]
     assert index_k is None or (index_keys is not None and index_k.stride(1) == 1)
     grid(_latent_write_kernel, tokens, -(-num_heads // WRITE_HEADS))(
@@ -296,7 +299,8 @@ def _latent_kernel(
     at_query = packed * q_stride + heads * WIDTH
     rank_mask, rope_mask = mask[:, None] & (dims < RANK)[None, :], mask[:, None] & (turns < ROPE)[None, :]
     query = tl.load(q + at_query[:, None] + dims[None, :], mask=rank_mask, other=0.0).to(COMPUTE)
-    query_rope = tl.load(q + RANK + at_query[:, None] + turns[None, :], mask=rope_mask, other=0.0).to(COMPUTE)
+    if ROPE > 0:
+        query_rope = tl.load(q + RANK + at_query[:, None] + turns[None, :], mask=rope_mask, other=0.0).to(COMPUTE)
 
     first_position = base + tile * TOKENS
     last = tl.minimum(first_position + TOKENS, kv_len) - 1
@@ -339,11 +343,16 @@ def _latent_kernel(
         vectors = tl.load(
             cache + at_key[:, None] + dims[None, :], mask=known[:, None] & (dims < RANK)[None, :], other=0.0
         ).to(COMPUTE)
-        turned = tl.load(
-            cache + RANK + at_key[:, None] + turns[None, :], mask=known[:, None] & (turns < ROPE)[None, :], other=0.0
-        ).to(COMPUTE)
+        if ROPE > 0:
+            turned = tl.load(
+                cache + RANK + at_key[:, None] + turns[None, :],
+                mask=known[:, None] & (turns < ROPE)[None, :],
+                other=0.0,
+            ).to(COMPUTE)
         scores = tl.dot(query, tl.trans(vectors), input_precision="ieee")
-        scores = tl.dot(query_rope, tl.trans(turned), scores, input_precision="ieee") * scale
+        if ROPE > 0:
+            scores = tl.dot(query_rope, tl.trans(turned), scores, input_precision="ieee")
+        scores *= scale
         seen = known[None, :] & (at[None, :] <= positions[:, None])
         if HAS_WINDOW:
             inside = at[None, :] > positions[:, None] - window

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.kernels._triton_chain import ask_for, chain_options, grid, wait_for_predecessor
+from headrace.kernels._triton_chain import chain_options, grid, power_of_2, wait_for_predecessor
 from headrace.kernels._triton_rows import ACTIVATIONS, activate
 from headrace.kernels.quantise import FP8, Form, Quantised
 
@@ -19,7 +18,8 @@ FEW_ROWS = 16
 STREAM_ROWS = 64
 FEW_TILES = 264
 """Two for each of a large GPU's processors: up to here each has room for more stages."""
-MAX_TILES = 1 << 13
+WIDE_SIDE, NARROW_SIDE = 64, 16
+"""Of a product on the tensor cores: outputs or pieces of them, rows or pieces of them."""
 TILES_OF_FEW, TILES = (16, 16, 256, 2, 4), (64, 64, 128, 4, 3)
 """(rows, outputs, inputs, warps, stages)"""
 TILES_OF_BLOCKS = (64, 128, 4, 4)
@@ -34,10 +34,9 @@ class StreamTuning(NamedTuple):
     inputs: int = 256
     """Of a tile."""
     parts: int = 1
+    """Of the inputs that a tile has side by side: fewer outputs for each program, so that there are more of them."""
     warps: int = 4
     stages: int = 4
-    ahead: int = 0
-    """Bytes of each row of the weight that a chained kernel asks for while its predecessors run."""
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def _finish(acc, out, bias, x_scale, w_scale, rows, outputs, row_mask, mask, out
     tl.store(at, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & mask[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _stream_kernel(
     x,
     weight,
@@ -66,62 +65,45 @@ def _stream_kernel(
     bias,
     x_scale,
     w_scale,
-    partial,
-    arrived,
     num_rows,
     num_out,
     num_in,
+    part,
     x_stride,
     out_stride,
-    num_splits,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     BY_ROW: tl.constexpr,
     BY_OUTPUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Programs: (OUTPUTS rows of the weight, parts of the inputs). The weight is the wide side of the tensor cores.
+    """Programs: (OUTPUTS rows of the weight). The weight is the wide side of the tensor cores.
 
-    The last part to finish adds up all of them, in their order.
+    That side holds PARTS pieces of each row of the weight below one another, the narrow one the same pieces of each
+    row of x beside one another; products of pieces that belong together are added up, the others are thrown away.
+    part: inputs of a piece; an argument, since the compiler wouldn't know that a quotient is aligned.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    part = tl.cdiv(num_in // INPUTS, num_splits) * INPUTS
-    begin = split * part
-    end = tl.minimum(begin + part, num_in)
-    if CHAINED and AHEAD:
-        ask_for(weight + outputs.to(tl.int64) * num_in + begin, tl.minimum(end - begin, AHEAD))
-    wait_for_predecessor(CHAINED)
-    rows = tl.arange(0, ROWS)
-    row_mask = rows < num_rows
+    wide, narrow = tl.arange(0, PARTS * OUTPUTS), tl.arange(0, PARTS * ROWS)
     inputs = tl.arange(0, INPUTS)
-    x_at = x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
-    w_at = weight + outputs.to(tl.int64)[:, None] * num_in + inputs[None, :]
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for start in tl.range(begin, end, INPUTS, num_stages=STAGES):
+    w_row = (tl.program_id(0) * OUTPUTS + wide % OUTPUTS).to(tl.int64) * num_in + wide // OUTPUTS * part
+    w_at = weight + w_row[:, None] + inputs[None, :]
+    wait_for_predecessor(CHAINED)
+    row_mask = narrow % ROWS < num_rows
+    x_at = (x + (narrow % ROWS).to(tl.int64) * x_stride + narrow // ROWS * part)[:, None] + inputs[None, :]
+    acc = tl.zeros((PARTS * OUTPUTS, PARTS * ROWS), tl.float32)
+    for start in tl.range(0, part, INPUTS, num_stages=STAGES):
         values = tl.load(w_at + start)
         columns = tl.load(x_at + start, mask=row_mask[:, None], other=0.0)
         acc = tl.dot(values, tl.trans(columns), acc)
-    if IS_SPLIT:
-        tile_size: tl.constexpr = OUTPUTS * ROWS
-        place = tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
-        mine = partial + (tile * num_splits + split).to(tl.int64) * tile_size
-        tl.store(mine + place, acc, mask=row_mask[None, :])
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") < num_splits - 1:
-            return
-        tl.store(arrived + tile, 0)
-        tl.debug_barrier()
-        acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-        for other in range(num_splits):
-            theirs = partial + (tile * num_splits + other).to(tl.int64) * tile_size
-            acc += tl.load(theirs + place, mask=row_mask[None, :], other=0.0, cache_modifier=".cg")
-    _finish(tl.trans(acc), out, bias, x_scale, w_scale, rows, outputs, row_mask, outputs < num_out, out_stride,
+    if PARTS > 1:
+        acc = tl.where((wide // OUTPUTS)[:, None] == (narrow // ROWS)[None, :], acc, 0.0)
+        acc = tl.sum(tl.sum(tl.reshape(acc, (PARTS, OUTPUTS, PARTS, ROWS)), 2), 0)
+    rows, outputs = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    _finish(tl.trans(acc), out, bias, x_scale, w_scale, rows, outputs, rows < num_rows, outputs < num_out, out_stride,
             BY_ROW, BY_OUTPUT, HAS_BIAS)  # fmt: skip
 
 
@@ -146,14 +128,11 @@ def _gated_kernel(
     IS_FP8_OUT: tl.constexpr,
     ROUNDED: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Programs: (FEATURES gates and the FEATURES factors that belong to them, one tile of the tensor cores)."""
     index = tl.arange(0, 2 * FEATURES)
     outputs = tl.program_id(0) * FEATURES + index % FEATURES + index // FEATURES * num_features
-    if CHAINED and AHEAD:
-        ask_for(weight + outputs.to(tl.int64) * num_in, tl.minimum(num_in, AHEAD))
     wait_for_predecessor(CHAINED)
     rows = tl.arange(0, ROWS)
     row_mask = rows < num_rows
@@ -206,7 +185,7 @@ def launch_gated(
             num_features,
             num_in,
             x.stride(0),
-            ROWS=max(16, 1 << (num_rows - 1).bit_length()),
+            ROWS=max(NARROW_SIDE, power_of_2(num_rows)),
             FEATURES=GATED_FEATURES,
             INPUTS=tuning.inputs,
             BY_ROW=x_scale.numel() > 1,
@@ -215,7 +194,6 @@ def launch_gated(
             IS_FP8_OUT=not form.is_plain,
             ROUNDED=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16 if dtype == torch.float16 else tl.float32,
             STAGES=tuning.stages,
-            AHEAD=tuning.ahead,
             **chain_options(x, tuning.warps),
         )
     return Quantised(out, form.scale)
@@ -271,7 +249,7 @@ def launch_few_rows(
     x, x_scale = act.data, act.scales
     assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous()
     num_rows, (num_out, num_in) = x.shape[0], weight.shape
-    if 0 < num_rows <= STREAM_ROWS and num_out % 64 == 0 and num_in % 256 == 0:
+    if 0 < num_rows <= STREAM_ROWS and num_out % WIDE_SIDE == 0 and num_in % 256 == 0:
         return launch_stream(act, weight, scales, bias, out_dtype=out_dtype)
     tiles = TILES_OF_FEW if num_rows <= 16 else TILES
     return launch_tiles(act, weight, scales, bias, out_dtype=out_dtype, tiles=tiles)
@@ -335,53 +313,45 @@ def launch_stream(
     x, x_scale = act.data, act.scales
     assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous()
     num_rows, (num_out, num_in) = x.shape[0], weight.shape
-    assert 0 < num_rows <= STREAM_ROWS and num_out % 64 == 0 and num_in % 256 == 0
-    inputs, num_splits, warps, stages, ahead = tuning or tuned(num_out, num_in)
-    assert num_in % (inputs * num_splits) == 0, (num_in, inputs, num_splits)
-    rows = max(16, 1 << (num_rows - 1).bit_length())
-    num_tiles = num_out // 64
-    is_split = num_splits > 1
+    assert 0 < num_rows <= STREAM_ROWS and num_out % WIDE_SIDE == 0 and num_in % 256 == 0
+    tuning = tuning or tuned(num_out, num_in)
+    outputs = WIDE_SIDE // tuning.parts
+    assert num_in % (tuning.inputs * tuning.parts) == 0, (num_in, tuning)
     out = torch.empty((num_rows, num_out), dtype=out_dtype, device=x.device)
-    partial = torch.empty(num_tiles * num_splits * 64 * rows if is_split else 1, dtype=torch.float32, device=x.device)
-    grid(_stream_kernel, num_tiles, num_splits)(
+    grid(_stream_kernel, num_out // outputs)(
         x,
         weight,
         out,
         out if bias is None else bias,
         x_scale,
         scales,
-        partial,
-        _arrived(x.device) if is_split else partial,
         num_rows,
         num_out,
         num_in,
+        num_in // tuning.parts,
         x.stride(0),
         out.stride(0),
-        num_splits,
-        ROWS=rows,
-        OUTPUTS=64,
-        INPUTS=inputs,
-        IS_SPLIT=is_split,
+        ROWS=max(NARROW_SIDE // tuning.parts, power_of_2(num_rows)),
+        OUTPUTS=outputs,
+        INPUTS=tuning.inputs,
+        PARTS=tuning.parts,
         BY_ROW=x_scale.numel() > 1,
         BY_OUTPUT=scales.numel() > 1,
         HAS_BIAS=bias is not None,
-        STAGES=stages,
-        AHEAD=ahead,
-        **chain_options(x, warps),
+        STAGES=tuning.stages,
+        **chain_options(x, tuning.warps),
     )
     return out
 
 
-@cache
-def _arrived(device: torch.device) -> Tensor:
-    """Counters that every launch leaves at zero: launches of one stream share them."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "run once before capturing"
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-
-
 def tuned(num_out: int, num_in: int) -> StreamTuning:
-    """Measured on an H200: docs/performance.md."""
-    return StreamTuning(stages=6 if num_out // 64 <= FEW_TILES else 4)
+    """Measured on an H200, whose memory wants a program on each of its 132 processors: docs/performance.md."""
+    num_tiles = num_out // WIDE_SIDE
+    if num_tiles <= 66 and num_in % 512 == 0:
+        return StreamTuning(parts=2, stages=6)
+    if num_tiles <= 132 and num_in % 1024 == 0:
+        return StreamTuning(parts=4, stages=3)
+    return StreamTuning(stages=6 if num_tiles <= FEW_TILES else 4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

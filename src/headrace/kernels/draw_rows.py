@@ -38,7 +38,7 @@ def draw_rows(logits: Tensor, slots: Tensor, lengths: Tensor, table: SlotTable, 
     """
     if not logits.is_cuda:
         return draw_rows_twin(logits, slots, lengths, table, purpose=purpose)
-    from headrace.kernels._triton_sample import launch_draw
+    from headrace.kernels._triton_draw import launch_draw
 
     return launch_draw(logits, slots, lengths, table, purpose=purpose)
 
