@@ -105,7 +105,10 @@ CASES = {
     "many heads": Case(num_heads=70, lengths=(7, 3), rank=32, rope_dim=16),
     "window and first tokens": Case(window=9, sink_tokens=5, lengths=(40,)),
     "indexer": Case(top=6, lengths=(14, 4), index_dim=16),
+    "no turned part": Case(rope_dim=0, lengths=(14, 21), window=9),
+    "no turned part, indexer": Case(rope_dim=0, top=6, lengths=(14, 4), index_dim=16),
     "half": Case(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, lengths=(21, 3), rank=72, interleaved=False),
+    "no turned part, half": Case(rope_dim=0, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, lengths=(21, 3)),
     "FP8 cache": Case(dtype=torch.bfloat16, kv_dtype=FP8, lengths=(20, 17), block_size=16),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.hub.errors import ModelError
-from headrace.hub.rank_share import CacheTypes, PlannedGroup, Ranks, rank_groups, stages, weight_bytes
+from headrace.hub.rank_share import CacheTypes, PlannedGroup, Ranks, rank_groups, weight_bytes
 from headrace.hub.read_shape import read_shape
 from headrace.hub.shape import PLAIN, ModelShape
 from headrace.hub.storage import BITS, quantised
@@ -133,13 +133,7 @@ def test_quantised_weights() -> None:
         assert total_bytes(llama, quantised(name)) == pytest.approx(linears * bits / 8 + ends, rel=0.001)
 
 
-def test_pipeline_stages() -> None:
-    assert stages(61, Ranks(pipeline=4)) == [range(16), range(16, 31), range(31, 46), range(46, 61)]
-    assert stages(5, Ranks(pipeline=2), [1, 4]) == [range(1), range(1, 5)]
-    with pytest.raises(ModelError, match="don't make up the model's 5"):
-        stages(5, Ranks(pipeline=2), [1, 3])
-    with pytest.raises(ModelError, match="don't make up the model's 2"):
-        stages(2, Ranks(pipeline=3))
+def test_weights_of_pipeline_stages() -> None:
     llama = read_shape({**LLAMA_70B, "tie_word_embeddings": True})
 
     def stage(layers: range, *, first: bool, last: bool) -> int:

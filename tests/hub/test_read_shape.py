@@ -61,6 +61,10 @@ GLM5_NEXT = {
     "indexer_types": ["full", "full", "shared", "full"], "mlp_layer_types": ["dense", *["sparse"] * 3],
     "first_k_dense_replace": None,
 }  # fmt: skip
+FALCON_H1 = {
+    "mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -133,6 +137,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "granitemoehybrid": ("granitemoehybrid", GRANITE),
     "granitemoehybrid, dense": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0, "mamba_d_head": "auto"}),
+    "falcon_h1": ("falcon_h1", FALCON_H1),
+    "falcon_h1, norm and biases": ("falcon_h1", {
+        **FALCON_H1, "mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True,
+        "mlp_bias": True, "mamba_d_head": "auto", "tie_word_embeddings": True,
+    }),
 }  # fmt: skip
 
 

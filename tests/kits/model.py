@@ -33,6 +33,7 @@ from headrace.layers.factory import LayerFactory
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Model, RecurrentLayer, StateStep
 from headrace.quant.none import Dense
+from headrace.seam import ints
 from tests.kits.tiny import TINY as TINY
 from tests.kits.tiny import VOCAB_SIZE, tiny_model
 from tests.kits.tiny import WINDOW as WINDOW
@@ -162,6 +163,8 @@ class Row:
     num_cached: int = 0
     slot: int | None = None
     """Of its recurrent states, from its first step on."""
+    snapshots: dict[int, int] = field(default_factory=dict)
+    """Of a snapshot: by recurrent group, the block."""
 
 
 class Sequences:
@@ -194,6 +197,22 @@ class Sequences:
             for tensor in tensors:
                 tensor[other.slot] = tensor[row.slot]
         return other
+
+    def save(self, row: Row) -> Row:
+        """A snapshot of a row: its full blocks, and its states in a block of each recurrent group. It takes no step."""
+        assert row.num_cached % self.block_size == 0 and row.slot is not None
+        saved = Row(list(row.blocks), row.num_cached)
+        for group in [at for at, spec in enumerate(self.groups) if spec.is_recurrent]:
+            saved.snapshots[group] = self.free.pop()
+            self.states.save(ints([[group, row.slot, saved.snapshots[group]]]), self.pools.arenas)
+        return saved
+
+    def resume(self, saved: Row) -> Row:
+        """A row that begins at a snapshot."""
+        row = Row(list(saved.blocks), saved.num_cached, self._new_slot())
+        for group, block in saved.snapshots.items():
+            self.states.restore(ints([[group, block, row.slot]]), self.pools.arenas)
+        return row
 
     def _new_slot(self) -> int:
         self.num_slots += 1
@@ -324,6 +343,24 @@ def check_prefix_hit(case: Case) -> None:
         assert_close(torch.cat(parts), case.logits(ids)[len(shared) :], f"prefix of {len(shared)} in {len(ids)} tokens")
 
 
+def check_snapshots(case: Case) -> None:
+    """Prompts beyond several snapshots: a row begins at one that another has gone on from, and then at a later one."""
+    interval = 2 * BLOCK_SIZE
+    ids = prompt(3 * interval + BLOCK_SIZE, seed=6)
+    expected = case.logits(ids)
+    sequences, first = Sequences(case.model), Row()
+    saved: list[Row] = []
+    for at in range(0, len(ids), interval):
+        sequences.step([(first, ids[at : at + interval])])
+        if first.num_cached % interval == 0:
+            saved.append(sequences.save(first))
+    assert [row.num_cached for row in saved] == [interval, 2 * interval, 3 * interval]
+    rows = [sequences.resume(row) for row in (saved[0], saved[2], saved[1])]
+    for logits in sequences.step([(row, ids[row.num_cached :]) for row in rows]):
+        place = len(ids) - len(logits)
+        assert_close(logits, expected[place:], f"resumed at {place}")
+
+
 def check_branches(case: Case, branches: Mapping[str, Any]) -> None:
     """The longest prompt reaches what each of these keys is about: with another value transformers differs."""
     ids = prompt(max(edge_lengths(case)))
@@ -339,6 +376,7 @@ def check_branches(case: Case, branches: Mapping[str, Any]) -> None:
 def check_all(case: Case) -> None:
     check_prefill(case)
     check_prefix_hit(case)
+    check_snapshots(case)
     check_chunks(case)
     check_decode(case)
     check_mixed_batch(case)

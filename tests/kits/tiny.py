@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.kits.tiny_latent import DEEPSEEK_V4, GLM5_NEXT, INDEXER, LATENT
 from tests.kits.tiny_latent import YARN as YARN
+from tests.kits.tiny_mamba import MAMBA_ROWS
 
 WINDOW = 8
 VOCAB_SIZE = 101
@@ -58,6 +59,8 @@ class TinyModel:
     """Keys of the config, in place of TINY's or beside them."""
     branches: Mapping[str, Any] = field(default_factory=dict)
     """Key -> another value. transformers' logits on the longest prompt must differ with it: the branch was taken."""
+    num_parts: int = 1
+    """Of the runner's layers for one of the config."""
     oracle: str = ""
     """The model type by which transformers computes the same, where it doesn't know this one."""
     of: str = ""
@@ -77,6 +80,9 @@ MINISTRAL3_ROPE = {
     "llama_4_scaling_beta": 0.7,
 }  # fmt: skip
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+SMALL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+WHOLE_TURNS = {FULL: {"rope_type": "default", "rope_theta": 1_000_000.0}, SLIDING: PLAIN_ROPE}
 WHOLE_HEAD_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
 
 ROWS: dict[str, TinyModel] = {
@@ -123,7 +129,7 @@ ROWS: dict[str, TinyModel] = {
             "routed_scaling_factor": 1.5,
             "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
         },
-        branches={"topk_method": "greedy", "first_k_dense_replace": 0},
+        branches={"topk_method": "greedy", "first_k_dense_replace": 0, "rope_parameters": PLAIN_ROPE},
     ),
     "deepseek_v3": TinyModel(
         LATENT
@@ -135,7 +141,7 @@ ROWS: dict[str, TinyModel] = {
             "first_k_dense_replace": 1,
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
-        branches={"topk_group": 4, "first_k_dense_replace": 0},
+        branches={"topk_group": 4, "first_k_dense_replace": 0, "rope_parameters": PLAIN_ROPE},
     ),
     "kimi_k2": TinyModel(
         LATENT
@@ -147,7 +153,7 @@ ROWS: dict[str, TinyModel] = {
             "first_k_dense_replace": 1,
             "rope_parameters": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
-        branches={"num_experts_per_tok": 2},
+        branches={"num_experts_per_tok": 2, "rope_parameters": PLAIN_ROPE},
         oracle="deepseek_v3",
     ),
     "deepseek_v32": TinyModel(
@@ -195,53 +201,7 @@ ROWS: dict[str, TinyModel] = {
         },
         branches={"topk_group": 4, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
     ),
-    "mamba2": TinyModel(
-        {"hidden_size": 24, "num_heads": 8, "head_dim": 6, "state_size": 5, "n_groups": 2, "conv_kernel": 3},
-        branches={"time_step_limit": [0.0, 0.7]},
-    ),
-    "nemotron_h": TinyModel(
-        {
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
-            "moe_intermediate_size": 16,
-            "moe_shared_expert_intermediate_size": 20,
-            "moe_latent_size": 24,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 6,
-            "ssm_state_size": 5,
-            "n_groups": 2,
-            "conv_kernel": 3,
-        },
-        branches={"topk_group": 4, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
-    ),
-    "granitemoehybrid": TinyModel(
-        {
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-            "shared_intermediate_size": 20,
-            "mamba_n_heads": 8,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 5,
-            "mamba_d_conv": 3,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 0.5,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.3,
-            "position_embedding_type": "rope",
-        },
-        branches={
-            "num_experts_per_tok": 2,
-            "position_embedding_type": None,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-        },
-    ),
+    **{name: TinyModel(**row) for name, row in MAMBA_ROWS.items()},
     "minimax_m2": TinyModel(
         {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 4},
         branches={"num_experts_per_tok": 2},
@@ -305,7 +265,12 @@ ROWS: dict[str, TinyModel] = {
                 "original_max_position_embeddings": 16,
             },
         },
-        branches={"sliding_window": 1000, "swiglu_limit": 7.0, "num_experts_per_tok": 3},
+        branches={
+            "sliding_window": 1000,
+            "swiglu_limit": 7.0,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {**PLAIN_ROPE, "rope_theta": 150_000.0},
+        },
     ),
     "gemma2": TinyModel(
         {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -320,7 +285,7 @@ ROWS: dict[str, TinyModel] = {
             "hidden_size_per_layer_input": 0,
             "final_logit_softcapping": 3.0,
         },
-        branches={"sliding_window": 1000, "final_logit_softcapping": None},
+        branches={"sliding_window": 1000, "final_logit_softcapping": None, "rope_parameters": WHOLE_TURNS},
     ),
     "gemma4_text small": TinyModel(
         of="gemma4_text",
@@ -334,7 +299,7 @@ ROWS: dict[str, TinyModel] = {
             "use_double_wide_mlp": True,
             "final_logit_softcapping": 3.0,
         },
-        branches={"sliding_window": 1000},
+        branches={"sliding_window": 1000, "rope_parameters": WHOLE_TURNS},
     ),
     "gemma4_text experts": TinyModel(
         of="gemma4_text",
@@ -346,17 +311,17 @@ ROWS: dict[str, TinyModel] = {
             "top_k_experts": 2,
             "moe_intermediate_size": 20,
         },
-        branches={"sliding_window": 1000, "top_k_experts": 3},
+        branches={"sliding_window": 1000, "top_k_experts": 3, "rope_parameters": WHOLE_TURNS},
     ),
     "phi3": TinyModel({"head_dim": 8}, branches={"sliding_window": None}),
     "olmo3": TinyModel(
         {
             "rope_parameters": {
                 FULL: {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8},
-                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+                SLIDING: SMALL_ROPE,
             }
         },
-        branches={"sliding_window": 1000},
+        branches={"sliding_window": 1000, "rope_parameters": {FULL: SMALL_ROPE, SLIDING: SMALL_ROPE}},
     ),
     "granite": TinyModel(
         {
@@ -382,10 +347,14 @@ ROWS: dict[str, TinyModel] = {
     "seed_oss": TinyModel({"attention_out_bias": True, "mlp_bias": True}),
     "glm4": TinyModel(branches={"rope_parameters": WHOLE_HEAD_ROPE}),
     "ministral": TinyModel(branches={"sliding_window": 1000}),
-    "ministral3": TinyModel({"rope_parameters": MINISTRAL3_ROPE}, branches={"sliding_window": None}),
+    "ministral3": TinyModel(
+        {"rope_parameters": MINISTRAL3_ROPE},
+        branches={"sliding_window": None, "rope_parameters": {**MINISTRAL3_ROPE, "llama_4_scaling_beta": 0.0}},
+    ),
     "nemotron": TinyModel({"attention_bias": True, "mlp_bias": True}, branches={"rope_parameters": WHOLE_HEAD_ROPE}),
     "hunyuan_v1_dense": TinyModel(
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}}
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}},
+        branches={"rope_parameters": SMALL_ROPE},
     ),
 }
 """By model type, or a name for another form of one; a type that isn't here has TINY alone."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kvcache.radix import NONE
-from headrace.kvcache.reuse import is_copy_cheaper, longest, most_at_once
+from headrace.kvcache.reuse import blocks_in_flight, is_copy_cheaper, longest, most_at_rest
 from headrace.seam import GroupSpec
 
 B = 4
@@ -51,19 +51,24 @@ def test_longest_is_the_longest(data: st.DataObject, groups: list[GroupSpec], le
     assert longest(list(range(length)), list(zip(groups, names)), B) == best
 
 
+sequences = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=6)
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 40), st.sampled_from([0, 1, 5]))
-def test_most_at_once_covers_what_is_in_reach(size: int, in_flight: int, start: int, sink: int) -> None:
+@given(st.integers(1, 20), sequences, st.sampled_from([0, 1, 5]))
+def test_rest_and_flight_cover_what_is_in_reach(size: int, each: list[tuple[int, int]], sink: int) -> None:
+    """Of one sequence and of several: (computed tokens, tokens in flight)."""
     spec = window(size, sink)
-    held = reachable(spec, start) | {token // B for token in range(start, start + in_flight)}
-    assert len(held) <= most_at_once(spec, in_flight, B)
+    held = [len(reachable(spec, at) | {token // B for token in range(at, at + count)}) for at, count in each]
+    rest, total = most_at_rest(spec, B), sum(count for _, count in each)
+    assert sum(held) <= len(each) * rest + blocks_in_flight(total, B)
+    assert sum(max(count - rest, 0) for count in held) <= blocks_in_flight(total, B)
 
 
 def test_bounds_by_hand() -> None:
-    assert most_at_once(FULL, 32, B) == sys.maxsize and most_at_once(STATE, 32, B) == 0
-    assert most_at_once(window(9), 0, B) == sys.maxsize
-    assert most_at_once(window(9), 8, B) == 5
-    assert most_at_once(window(9, 5), 8, B) == 7
+    assert most_at_rest(FULL, B) == sys.maxsize and most_at_rest(STATE, B) == 0
+    assert most_at_rest(window(9), B) == 4 and most_at_rest(window(9, 5), B) == 6
+    assert blocks_in_flight(11, B) == 2
 
 
 def test_copying_is_worth_it_when_it_is_faster() -> None:

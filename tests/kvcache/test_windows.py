@@ -6,6 +6,7 @@ import pytest
 
 from headrace.kvcache.manager import KvCache
 from headrace.seam import GroupSpec
+from headrace.types import Retention, RetentionRange
 from tests.kvcache.cases import B, make, prompt, serve
 
 W = 6
@@ -110,14 +111,14 @@ def test_sinks_are_needed_for_a_match() -> None:
 
 
 def test_admission_promises_each_group_its_worst_case() -> None:
-    kv = make((100, 9), specs=(spec(), spec(W)), max_tokens_in_flight=4)
-    most = -(-(W - 1 + 4) // B) + 1
-    assert most == 4 and kv.max_tokens() == 99 * B
+    rest, in_flight = -(-(W - 1) // B) + 2, 2
+    kv = make((100, 1 + 2 * rest + in_flight), specs=(spec(), spec(W)), max_tokens_in_flight=in_flight * B)
+    assert kv.max_tokens() == 99 * B
     for owner in range(2):
         assert kv.can_admit([owner], num_tokens=40 * B)
         kv.admit(owner, [owner], limit=40 * B)
         kv.check()
-    assert kv.promises.promised == [80, 8]
+    assert kv.promises.promised == [80, 2 * rest] and kv.promises.spare(1) == 0
     assert not kv.can_admit([9], num_tokens=3)
     tokens = prompt(40 * B)
     for count in range(1, len(tokens) + 1):
@@ -128,12 +129,44 @@ def test_admission_promises_each_group_its_worst_case() -> None:
     kv.release(0)
     assert kv.can_admit([9], num_tokens=3)
     kv.release(1)
-    assert kv.promises.promised == [0, 0]
+    assert kv.promises.promised == kv.promises.beyond == kv.promises.taken == [0, 0]
+
+
+def test_tokens_in_flight_are_promised_once() -> None:
+    """Prompts of many chunks take turns in the step's tokens: together they run in a pool that neither fills alone."""
+    size, rest = 6 * B, -(-(W - 1) // B) + 2
+    kv = make((200, 1 + 3 * rest + 6), specs=(spec(), spec(W)), max_tokens_in_flight=size)
+    whole = {owner: [owner, *prompt(30 * B, owner)] for owner in range(3)}
+    for owner, tokens in whole.items():
+        assert kv.can_admit(tokens, num_tokens=len(tokens))
+        kv.admit(owner, tokens, limit=len(tokens))
+    assert not kv.can_admit([9], num_tokens=2)
+    for end in range(size, 31 * B, size):
+        for owner, tokens in whole.items():
+            assert kv.extend(owner, end)
+            kv.check()
+            kv.commit(owner, tokens, end)
+    assert kv.promises.taken == [0, 0]
+    for owner in whole:
+        kv.release(owner)
+    kv.check()
+    assert kv.promises.spare(1) == 3 * rest + 6
+
+
+def test_a_growing_owner_takes_what_is_there_and_gives_it_back() -> None:
+    kv = make((100, 30), specs=(spec(), spec(W)), max_tokens_in_flight=12 * B)
+    tokens = prompt(40 * B)
+    kv.admit(1, tokens[:2], limit=3, grows=True)
+    assert kv.extend(1, 12 * B) and kv.promises.taken[1] == 12 - 4
+    kv.check()
+    kv.commit(1, tokens, 12 * B)
+    kv.check()
+    assert kv.promises.taken[1] == 0 and kv.promises.promised == [0, 2]  # what it holds at rest stays its own
 
 
 def test_shared_window_blocks_do_not_break_promises() -> None:
     """Both run to their end although what one gives back stays held by the other."""
-    kv = make((100, 11), specs=(spec(), spec(W)), max_tokens_in_flight=4)
+    kv = make((100, 11), specs=(spec(), spec(W)), max_tokens_in_flight=8)
     tokens = prompt(5 * B)
     serve(kv, 9, tokens)
     ends = {owner: [*tokens, owner, *prompt(10 * B, owner)] for owner in (1, 2)}
@@ -148,7 +181,7 @@ def test_shared_window_blocks_do_not_break_promises() -> None:
             kv.check()
 
 
-@pytest.mark.parametrize(("num_blocks", "limit"), [((9, 9), 8 * B), ((20, 5), 19 * B), ((20, 4), 3 * B)])
+@pytest.mark.parametrize(("num_blocks", "limit"), [((9, 9), 8 * B), ((20, 6), 19 * B), ((20, 4), 3 * B)])
 def test_what_one_sequence_may_have(num_blocks: tuple[int, ...], limit: int) -> None:
     kv = make(num_blocks, specs=(spec(), spec(W)), max_tokens_in_flight=4)
     assert kv.max_tokens() == limit
@@ -164,3 +197,33 @@ def test_beams_keep_what_is_out_of_the_window() -> None:
     kv.fork(1, 2, len(tokens))
     kv.check()
     assert all(kv.table(1, 1)) and all(kv.table(2, 1)) and kv.commit_at(2) == 7 * B
+
+
+def test_a_long_prompt_leaves_the_ends_of_others() -> None:
+    """What it slides over goes first; where a prompt ends, or leaves what is known, stays in the order of use."""
+    kv = make((200, 16), specs=(spec(), spec(W)), max_tokens_in_flight=B)
+    ends = {owner: prompt(5 * B, owner) for owner in (1, 2, 3)}
+    for owner, tokens in ends.items():
+        kv.admit(owner, tokens)
+        grow(kv, owner, tokens)
+        kv.release(owner)
+    long = prompt(60 * B, 9)
+    kv.admit(9, long)
+    grow(kv, 9, [*long, *prompt(10 * B, 8)])  # its answer slides over the end of its prompt
+    assert [kv.match([*tokens, 1]) for tokens in ends.values()] == [5 * B] * 3
+    assert kv.match([*long, 1]) == 60 * B and not kv.match(long[: 30 * B])
+    kv.admit(10, [*long[: 30 * B], *prompt(20 * B, 7)])
+    grow(kv, 10, [*long[: 30 * B], *prompt(20 * B, 7)])
+    assert kv.match(long[: 30 * B + 1]) == 30 * B  # a second one left the path there: so may a third
+    kv.release(9)
+    kv.release(10)
+    kv.check()
+
+
+def test_what_was_told_to_stay_stays_in_order() -> None:
+    kv = make((200, 12), specs=(spec(), spec(W)), max_tokens_in_flight=B)
+    kept = Retention(ranges=(RetentionRange(0, 3 * B, 90),))
+    tokens = prompt(20 * B)
+    kv.admit(1, tokens, claim=kv.claim(retention=kept, prompt_len=len(tokens)))
+    grow(kv, 1, tokens)
+    assert kv.match(tokens[: 3 * B + 1]) == 3 * B

@@ -8,15 +8,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from headrace import plugins
 from headrace.hub.source import resolve_model
+from headrace.layers.factory import LayerFactory
+from headrace.layers.norm import CentredScale
 from tests.kits.model import Case, check_all, load_case, prompt, save_tiny
 from tests.twin.harness import open_runtime, request, run, tokens_of
 
@@ -31,7 +35,7 @@ def acme_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     """The page's code as a file in the models room."""
     torch.set_num_threads(1)
     code = PAGE.read_text().split("```python\n")[1].split("```")[0]
-    assert len(code.splitlines()) < 65
+    assert len(code.splitlines()) < 60
     path = tmp_path_factory.mktemp("models") / "acmellama.py"
     path.write_text(code)
     spec = importlib.util.spec_from_file_location("headrace.models.acmellama", path)
@@ -86,3 +90,32 @@ def test_the_scale_is_asked_for(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="mlp_scale"):
         load_case(resolve_model(str(tmp_path)), None)
+
+
+class MeanScale(CentredScale):
+    """A norm of one's own: divides by the mean of the absolute values."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, _ = self.loaded
+        return (weight * x.float() / (x.float().abs().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class MeanNorm(nn.Module):
+    """The same in transformers' Llama."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+
+def test_a_norm_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = save_tiny(tmp_path, "llama")
+    for layer in oracle.model.layers:
+        layer.input_layernorm = MeanNorm(layer.input_layernorm)
+        layer.post_attention_layernorm = MeanNorm(layer.post_attention_layernorm)
+    oracle.model.norm = MeanNorm(oracle.model.norm)
+    monkeypatch.setattr(LayerFactory, "norm", partialmethod(LayerFactory.layer_norm, kind=MeanScale))
+    check_all(load_case(resolve_model(str(tmp_path)), oracle))

@@ -66,6 +66,15 @@ def test_sizes_that_contradict_the_tensors(folder: Path, tmp_path: Path) -> None
     assert "of a wrong shape: " in said and "embed" in said
 
 
+@pytest.mark.parametrize("key", ["hidden_size", "kv_lora_rank", "moe_intermediate_size"])
+def test_other_sizes_that_contradict_the_tensors(folder: Path, tmp_path: Path, key: str) -> None:
+    config = stated(folder)
+    if not isinstance(config.get(key), int):
+        pytest.skip("the config has no such size")
+    said = refusal(folder, tmp_path, config | {key: 2 * config[key]})
+    assert "of a wrong shape: " in said or key in said, said
+
+
 def test_more_layers_than_the_checkpoint_has(folder: Path, tmp_path: Path) -> None:
     config = stated(folder)
     if "num_hidden_layers" not in config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.kits.model import (
     check_mixed_batch,
     check_prefill,
     check_prefix_hit,
+    check_snapshots,
     edge_lengths,
     load_model,
     make_case,
@@ -100,14 +102,37 @@ def test_prefix_hit(case: Case) -> None:
 
 def test_prompts_reach_the_branches(case: Case, row: str) -> None:
     branches = tiny_model(row).branches
-    keys = branches.keys() & {"sliding_window", "attention_chunk_size"}
-    assert case.window is None or keys, "the row has to show that the window matters"
+    for what, keys in to_be_shown(case).items():
+        assert branches.keys() & keys, f"the row has to show that the {what} matters"
     check_branches(case, branches)
 
 
-def test_sizes_are_the_configs(case: Case) -> None:
+def to_be_shown(case: Case) -> dict[str, set[str]]:
+    """What a config has that prompts may not reach -> keys of it, one of which has to be among the row's branches."""
+    config = case.oracle.config.to_dict()
+    wanted = {
+        "window": {"sliding_window", "attention_chunk_size"} if case.window is not None else set(),
+        "choice of tokens": {key for key in ("index_topk", "index_topk_blocks") if config.get(key)},
+        "limit of groups": {"topk_group", "topk_method"} if (config.get("n_group") or 1) > 1 else set(),
+        "kind of rope": {"rope_parameters"} if is_scaled(config.get("rope_parameters")) else set(),
+    }
+    return {what: keys for what, keys in wanted.items() if keys}
+
+
+def is_scaled(value: Any) -> bool:
+    """Whether some rope is not the default one."""
+    if not isinstance(value, Mapping):
+        return False
+    return value.get("rope_type", "default") != "default" or any(is_scaled(each) for each in value.values())
+
+
+def test_snapshots(case: Case) -> None:
+    check_snapshots(case)
+
+
+def test_sizes_are_the_configs(case: Case, row: str) -> None:
     assert case.model.vocab_size == case.oracle.config.vocab_size
-    assert len(case.model.layers) == case.oracle.config.num_hidden_layers
+    assert len(case.model.layers) == case.oracle.config.num_hidden_layers * tiny_model(row).num_parts
     stored = load_file(case.source.path / "model.safetensors").values()
     assert case.report.weight_bytes == case.model.weight_map().weight_bytes == sum(value.nbytes for value in stored)
 

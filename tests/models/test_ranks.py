@@ -44,7 +44,7 @@ KV_HEADS = {2: {"llama": [2, 1], "qwen2": [2, 1]}}
 """Of a model that isn't here each rank has one."""
 
 
-HYBRIDS = ("qwen3_next", "kimi_linear", "nemotron_h", "granitemoehybrid", "glm5_next_text")
+HYBRIDS = ("qwen3_next", "kimi_linear", "nemotron_h", "granitemoehybrid", "glm5_next_text", "falcon_h1")
 """Their recurrent heads come in two groups; Granite's in one, which ranks share."""
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ DEMAND = Demand(tokens_per_block=BLOCK, max_tokens_in_flight=32, snapshot_interv
 
 def test_what_a_sequence_holds_at_a_time() -> None:
     assert [DEMAND.at_least(FULL, length) for length in (1, 8, 9, 800)] == [1, 1, 2, 100]
-    bound = -(-(20 - 1 + 32) // BLOCK) + 1
+    bound = -(-(20 - 1) // BLOCK) + 2 + 32 // BLOCK
     assert [DEMAND.at_least(WINDOW, length) for length in (1, 16, 800)] == [1, 2, bound]
     assert DEMAND.at_least(SINKS, 800) == bound + 1
     assert DEMAND.at_least(STATES, 800) == 2 and DEMAND.wanted(STATES, 800) == 50
@@ -98,13 +100,37 @@ def test_nothing_is_left_that_holds_a_block_of_each_group() -> None:
     budget = 1_000_000
     pools = share_out((FULL, WINDOW), DEMAND, budget, longest=64, average=64)
     assert budget - pools.size_bytes < FULL.block_bytes(BLOCK) + WINDOW.block_bytes(BLOCK)
-    assert pools.usable[0] == pools.usable[1]  # 64 tokens are 8 blocks, and the window holds as many
+    full, window = pools.usable  # 64 tokens are 8 blocks, of which the window needs 5 at rest and 3 more in a step
+    assert window == 3 + full * 5 // 8
 
 
 def test_a_long_average_gives_memory_from_windows_to_full_attention() -> None:
     short = share_out((FULL, WINDOW), DEMAND, 1_000_000, longest=64, average=64)
     long = share_out((FULL, WINDOW), DEMAND, 1_000_000, longest=64, average=640)
-    assert short.usable[0] == short.usable[1] and long.usable[0] > 5 * long.usable[1]
+    assert short.usable[0] < 2 * short.usable[1] and long.usable[0] > 10 * long.usable[1]
+
+
+def test_windows_have_one_for_each_sequence_and_a_step_once() -> None:
+    """As many sequences of the average length fit into either pool, whatever a step's tokens are."""
+    for in_flight in (8, 32, 4096):
+        demand = Demand(tokens_per_block=BLOCK, max_tokens_in_flight=in_flight)
+        pools = share_out((FULL, WINDOW), demand, 10_000_000, longest=8000, average=800)
+        by_group = [demand.sequences_held([g], [n], 800) for g, n in zip((FULL, WINDOW), pools.usable, strict=True)]
+        assert by_group[0] == by_group[1] == pools.usable[0] // 100
+        assert pools.usable[1] == in_flight // BLOCK + pools.usable[0] * 5 // 100
+
+
+def test_nothing_is_given_to_windows_that_no_sequence_uses() -> None:
+    """Without reuse the blocks of ended sequences are of no use: what the windows don't need goes to the others."""
+    kept = Demand(tokens_per_block=BLOCK, max_tokens_in_flight=32, max_sequences=4)
+    off = replace(kept, keeps_prefixes=False)
+    most = 4 * 5 + 32 // BLOCK
+    with_reuse, without = (share_out((FULL, WINDOW), d, 10**6, longest=64, average=64) for d in (kept, off))
+    assert with_reuse.usable[1] > 10 * most and without.usable[1] == most
+    assert without.usable[0] > with_reuse.usable[0] and 10**6 - without.size_bytes < FULL.block_bytes(BLOCK)
+    assert off.sequences_held((WINDOW,), (most,), 10_000) == 4
+    beams = replace(off, has_beams=True)  # which keep all
+    assert share_out((FULL, WINDOW), beams, 10**6, longest=64, average=64).usable[1] > 10 * most
 
 
 def test_no_pool_holds_more_than_max_tokens() -> None:

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from headrace.bench.pace import Closed, Open, Pace, poisson_arrivals
-from headrace.bench.report import Step
+from headrace.bench.report import Lengths, Report, Step, Workload
 from headrace.bench.workload import Task
 from headrace.config.llm_args import LlmArgs
 from headrace.config.resolution import resolve
 from headrace.hub.rank_share import Ranks
 from headrace.runtime.forecast import Spread
 from headrace.runtime.gpus import gpu_named
-from headrace.simulate.calibrate import _from_steps
+from headrace.simulate.calibrate import _from_steps, check_device
 from headrace.simulate.cost import Calibration
 from headrace.simulate.fleet import Fleet, Outcome
+from headrace.simulate.jitter import Jitter, spread_of
 from headrace.simulate.model import Model, model_of
 from headrace.simulate.routing import ROUTERS
 from headrace.simulate.work import Work
@@ -34,8 +35,9 @@ def args_of(**settings: Any) -> LlmArgs:
     return resolve(arguments=given, refuse_missing_features=False, for_this_machine=False).args
 
 
-def model(config: dict[str, Any] = CONFIG, **settings: Any) -> Model:
-    return model_of(args_of(**settings), config, Spread(gpu_named("l4", num_ranks=1), Ranks()), Calibration())
+def model(config: dict[str, Any] = CONFIG, said: Calibration | None = None, **settings: Any) -> Model:
+    spread = Spread(gpu_named("l4", num_ranks=1), Ranks())
+    return model_of(args_of(**settings), config, spread, said or Calibration())
 
 
 def tasks(count: int = 60, seed: int = 0) -> list[Task]:
@@ -81,6 +83,24 @@ def test_fast_forwarding_changes_nothing_with_windows_and_several_instances() ->
     assert_same(model(), OPEN, num_instances=3, router="kv_cache_aware")
 
 
+def test_fast_forwarding_changes_nothing_where_steps_vary() -> None:
+    ratios = np.random.default_rng(3).lognormal(0.0, 0.4, 500)
+    said = Calibration(generation_spread=spread_of(ratios), context_spread=spread_of(ratios[:40]))
+    assert_same(model(said=said), OPEN, num_instances=2)
+    assert_same(model(said=said, disable_overlap_scheduler=True), Closed(12), num_instances=1)
+
+
+def test_steps_vary_as_they_were_measured_to() -> None:
+    ratios = np.random.default_rng(3).lognormal(0.0, 0.4, 500)
+    drawn = Jitter(spread_of(ratios), seed=1).factors(0, 20000)
+    wanted = np.quantile(ratios, [0.1, 0.5, 0.9])
+    np.testing.assert_allclose(np.quantile(drawn, [0.1, 0.5, 0.9]), wanted, rtol=0.05)
+    assert drawn.mean() == pytest.approx(ratios.mean(), rel=0.02)
+    assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.03
+    others = Jitter(spread_of(ratios), seed=2).factors(0, 20000)
+    assert abs(np.corrcoef(drawn, others)[0, 1]) < 0.03
+
+
 def assert_same(what: Model, pace: Pace, *, num_instances: int, router: str = "round_robin") -> None:
     slow, fast = (run(what, pace, fast=each, num_instances=num_instances, router=router) for each in (False, True))
     for name in ("ttft_s", "tpot_s", "e2e_s", "queue_s", "num_cached"):
@@ -121,3 +141,20 @@ def test_a_calibration_finds_the_factors_that_made_its_steps() -> None:
     assert found.error is not None and found.error < 0.02
     assert found.factor(64) == pytest.approx(6, rel=0.05) and found.factor(1) == pytest.approx(2.06, rel=0.05)
     assert found.attention == pytest.approx(3, rel=0.1)
+
+
+def test_a_calibration_is_of_the_device_that_is_modelled() -> None:
+    one = Lengths(mean=1, min=1, max=1)
+    workload = Workload(dataset="d", seed=0, warmup=0, eos_id=-1, input_len=one, output_len=one)
+
+    def report(device: str) -> Report:
+        machine = {"device": device, "cpu": "Some CPU"}
+        return Report(kind="throughput", date="", model={}, machine=machine, num_gpus=1, settings={},
+                      workload=workload, points=[])  # fmt: skip
+
+    check_device(report("Some CPU, 2 threads"), None, source="r")
+    check_device(report("NVIDIA H200"), "h200", source="r")
+    check_device(report("NVIDIA A100-SXM4-40GB"), "a100-40gb", source="r")
+    for device, modelled in (("Some CPU, 2 threads", "h200"), ("NVIDIA H200", None), ("NVIDIA H200", "h100")):
+        with pytest.raises(ValueError, match="leave --calibrate out"):
+            check_device(report(device), modelled, source="r")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.layers.experts import Routing, expert_act
 from headrace.layers.factory import LayerFactory
 from headrace.layers.recipes import read_recipes
 from headrace.quant._fixed import Fixed
@@ -91,3 +93,37 @@ def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "mamba2")
     with pytest.raises(ValueError, match="attention over heads only, and this model has recurrent layers"):
         open_runtime(tmp_path, deterministic=True)
+
+
+FP8_EXPERTS = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["re:.*self_attn.*"],
+}  # fmt: skip
+MXFP4_EXPERTS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stored", "recipe"), [("qwen3_moe", FP8_EXPERTS, "Fp8Block"), ("gpt_oss", MXFP4_EXPERTS, "Mxfp4")]
+)
+def test_experts_whose_products_are_not_fixed_are_refused(
+    tmp_path: Path, model_type: str, stored: dict[str, Any], recipe: str
+) -> None:
+    save_tiny(tmp_path, model_type, **({"hidden_size": 64, "intermediate_size": 64} if recipe == "Mxfp4" else {}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    wanted = (
+        rf"^deterministic: true needs experts in 16 or 32 bits on a CPU, and layers\.\d\.mlp\S+ is stored as {recipe}:"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        open_runtime(tmp_path, deterministic=True)
+
+
+def test_experts_that_no_recipe_stores_are_named() -> None:
+    """Also where the recipe is wrapped for its products."""
+    odd: Any = type("Odd", (), {"stored": lambda self, dtype: ()})()
+    factory = LayerFactory(dtype=torch.float32, recipe=lambda _: Fixed(odd))
+    with pytest.raises(ValueError, match="experts can't be stored as Odd"):
+        factory.experts(
+            "layers.0.mlp", hidden_size=8, intermediate_size=8, routing=Routing(num_experts=2, top_k=1),
+            act=expert_act("silu"),
+        )  # fmt: skip

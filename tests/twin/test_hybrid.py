@@ -25,7 +25,8 @@ COUNT = 6
 """Tokens of an answer."""
 LENGTHS = (1, BLOCK + 1, INTERVAL, INTERVAL + 1, 3 * INTERVAL + 3)
 STATES = {"mamba_state_config": {"periodic_snapshot_interval": INTERVAL}}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("kimi_linear", "qwen3_next", "nemotron_h", "mamba2")]
+TYPES = ("kimi_linear", "qwen3_next", "nemotron_h", "mamba2", "falcon_h1")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 
 
 PARAMS = SamplingParams(max_tokens=COUNT, detokenize=False, ignore_eos=True, end_id=-1)

@@ -42,6 +42,32 @@ def test_a_dead_rank_is_named(tmp_path: Path) -> None:
         core.engine.close()
 
 
+def test_a_hung_rank_is_named(tmp_path: Path) -> None:
+    core = open_runtime(tiny_llama(tmp_path), tensor_parallel_size=2, stall_timeout_s=1.0)
+    group = cast(RankGroup, core.engine)
+    try:
+        run(core, [request(0, [1, 2, 3])])
+        os.kill(group.pids[1], signal.SIGSTOP)
+        begin_s = time.monotonic()
+        with pytest.raises(RankFailed, match="rank 1 has given no sign of life for 1 s"):
+            run(core, [request(1, [4, 5, 6])])
+        assert time.monotonic() - begin_s < 10
+    finally:
+        core.engine.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in group.pids)
+
+
+def test_a_step_that_never_ends_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All ranks live and none brings a result: nobody has given them a plan."""
+    core = open_runtime(tiny_llama(tmp_path), tensor_parallel_size=2, stall_timeout_s=1.0)
+    try:
+        with pytest.raises(RankFailed, match="ranks 0, 1 made no step in 5 s, though all ranks live"):
+            core.engine.collect()
+        assert "rank.py" in capfd.readouterr().err, "each tells where it is"
+    finally:
+        core.engine.close()
+
+
 def test_a_bad_checkpoint_names_the_rank(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     (folder / "model.safetensors").write_bytes(b"not a checkpoint")

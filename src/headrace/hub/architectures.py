@@ -55,9 +55,10 @@ TRAITS: Mapping[str, Traits] = {
     "minimax_m2": Traits(qk_norm="all", router="corrected"),
     "minimax_m3_vl_text": Traits(qk_norm="head", router="corrected"),
     "gpt_oss": Traits(head_logits=True, full_every=2, qkv_bias=True, out_bias=True),
-    "nemotron_h": Traits(num_norms=1, one_part=True, gated_mlp=False, router="wide"),
-    "mamba2": Traits(num_norms=1, one_part=True, is_recurrent=True),
+    "nemotron_h": Traits(num_norms=1, parts="mixer | MLP", gated_mlp=False, router="wide"),
+    "mamba2": Traits(num_norms=1, parts="mixer | MLP", is_recurrent=True),
     "granitemoehybrid": Traits(),
+    "falcon_h1": Traits(num_norms=1, parts="state + heads, MLP"),
 }
 
 _GEMMA3_DEFAULTS = {
@@ -162,6 +163,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {
         "num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4,
         "max_position_embeddings": 1_048_576,
+    },
+    "falcon_h1": {
+        "max_position_embeddings": 8192, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+        "mamba_d_head": "auto", "mamba_d_ssm": 1024, "mamba_rms_norm": False, "projectors_bias": False,
     },
     "granitemoehybrid": {
         "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.hub.keys import Keys
 from headrace.hub.mixers import whole
 from headrace.hub.shape import Weight
@@ -11,6 +13,14 @@ def is_shared(keys: Keys, index: int) -> bool:
     """Whether a layer attends to the keys and values of an earlier one."""
     shared = keys.number("num_kv_shared_layers", default=0)
     return bool(shared) and index >= keys.size("num_hidden_layers") - shared
+
+
+def shared_source(keys: Keys, kinds: Sequence[str], index: int) -> int | None:
+    """The layer that one of the last attends to: the last of its kind that has keys and values of its own."""
+    if not is_shared(keys, index):
+        return None
+    own = range(keys.size("num_hidden_layers") - keys.number("num_kv_shared_layers", default=0))
+    return max((at for at in own if kinds[at] == kinds[index]), default=None)
 
 
 def layer_input_weights(keys: Keys, index: int) -> tuple[Weight, ...]:

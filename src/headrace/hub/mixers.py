@@ -35,8 +35,9 @@ class Traits:
     """Norms have one, the last too."""
     is_recurrent: bool = False
     """Every layer keeps a state, though the config lists no kinds."""
-    one_part: bool = False
-    """A layer is attention, a state or an MLP, not a mixer and an MLP."""
+    parts: Literal["mixer, MLP", "mixer | MLP", "state + heads, MLP"] = "mixer, MLP"
+    """Of a layer: a mixer and an MLP, one of the two, or a state and attention side by side on one norm and an MLP,
+    which is two layers here."""
     gated_mlp: bool = True
     layer_factor: bool = False
     """A number that the layer's result is multiplied with."""
@@ -123,14 +124,16 @@ def latent_layer(keys: Keys, *, is_indexed: bool) -> LayerShape:
         weights += [Weight(hidden * query), whole(query), of_heads(query * heads * (nope + rope))]
     if keys.flag("attention_bias"):
         weights.append(whole(latent + rope + hidden + (query or 0)))
-    index_dim = 0
+    index_heads = index_dim = 0
     if is_indexed:
         index_heads, index_dim = keys.size("index_n_heads"), keys.size("index_head_dim")
         weights += [
             Weight((query or hidden) * index_heads * index_dim + hidden * index_dim),
             whole(2 * index_dim + hidden * index_heads),
         ]
-    return LayerShape(LatentShape(heads, latent, rope, index_dim), tuple(weights))
+    top = keys.size("index_topk") if "index_topk" in keys else None
+    mixer = LatentShape(heads, latent, rope, index_dim, index_heads=index_heads, top=top)
+    return LayerShape(mixer, tuple(weights))
 
 
 def delta_layer(keys: Keys) -> LayerShape:
@@ -204,12 +207,13 @@ def _mamba_heads(keys: Keys) -> tuple[int, int]:
     """(heads, features a head)"""
     heads = keys.size("mamba_num_heads", "mamba_n_heads", "num_heads")
     if keys.find("mamba_d_head") == "auto":
-        return heads, keys.size("mamba_expand", default=2) * keys.size("hidden_size") // heads
+        width = keys.size("mamba_d_ssm", default=keys.size("mamba_expand", default=2) * keys.size("hidden_size"))
+        return heads, width // heads
     return heads, keys.size("mamba_head_dim", "mamba_d_head", "head_dim")
 
 
 def mamba_layer(keys: Keys) -> LayerShape:
-    """Mamba 2, under the keys of Nemotron-H, of Granite 4 or of Mamba 2 itself."""
+    """Mamba 2, under the keys of Nemotron-H, of Granite 4, of Falcon-H1 or of Mamba 2 itself."""
     hidden = keys.size("hidden_size")
     heads, dim = _mamba_heads(keys)
     state = keys.size("ssm_state_size", "mamba_d_state", "state_size")
@@ -232,10 +236,14 @@ def mamba_layer(keys: Keys) -> LayerShape:
         of_heads(width * conv, plain=True),
         of_groups(shared * conv, plain=True),
         Weight(3 * heads, "heads", heads, "float32", kv_heads=groups),
-        of_heads(width, plain=True),
     ]
-    if keys.flag("mamba_proj_bias") or keys.flag("use_bias"):
-        weights += [of_heads(2 * width + heads, plain=True), of_groups(shared, plain=True), whole(hidden)]
+    if keys.flag("mamba_rms_norm", True):
+        weights.append(of_heads(width, plain=True))
+    has_bias = keys.flag("mamba_proj_bias") or keys.flag("use_bias")
+    if has_bias:
+        weights += [of_heads(2 * width + heads, plain=True), of_groups(shared, plain=True)]
+    if keys.flag("projectors_bias", has_bias):
+        weights.append(whole(hidden))
     mixer = RecurrentShape(
         heads, heads * dim * state, width * (kernel - 1), "Mamba 2", num_groups=groups,
         group_conv_count=shared * (kernel - 1),

@@ -65,21 +65,26 @@ def compressed_layer(keys: Keys, kind: str) -> LayerShape:
         of_groups(out * heads * dim),
         of_groups(groups * out * hidden),
     ]
-    parts = [PartShape((("keys", dim),), window=keys.size("sliding_window"))]
+    attending = 4 * heads * dim  # a key is its own value
+    parts = [PartShape((("keys", dim),), window=keys.size("sliding_window"), head_ops=attending)]
     if kind in RATES:
         own, default = RATES[kind]
         every = keys.section("compress_rates").size(kind, default=keys.size(own, default=default))
         overlap = 2 if kind == LIGHT else 1
         loose, entries = _loose("", overlap * dim), [("entries", dim)]
         weights += _compressor(hidden, dim, every, overlap)
+        top, indexing, index_dim = None, 0, 0
         if kind == LIGHT:
             index_heads, index_dim = keys.size("index_n_heads"), keys.size("index_head_dim")
             weights += [*_compressor(hidden, index_dim, every, overlap), Weight(query * index_heads * index_dim)]
             weights.append(whole(hidden * index_heads))
             loose += _loose("index_", overlap * index_dim)
             entries.append(("index_entries", index_dim))
-        parts.append(PartShape(tuple(loose), window=overlap * every, is_exact=True))
-        parts.append(PartShape(tuple(entries), every=every))
+            top, indexing = keys.size("index_topk", default=512), 2 * index_heads * index_dim
+        # A token is weighed once in each of `overlap` entries; it is in reach of `overlap * every` tokens.
+        pooling = 2 * (dim + index_dim) // every
+        parts.append(PartShape(tuple(loose), window=overlap * every, is_exact=True, own_ops=pooling))
+        parts.append(PartShape(tuple(entries), every=every, head_ops=attending, own_ops=indexing, top=top))
     return LayerShape(PartedShape("compressed", heads, groups, tuple(parts)), tuple(weights))
 
 
@@ -99,12 +104,13 @@ def pooled_latent_layer(keys: Keys, *, is_indexed: bool) -> LayerShape:
     hidden, dim, every = keys.size("hidden_size"), keys.size("index_head_dim"), keys.size("index_kpool")
     latent = layer.mixer
     assert isinstance(latent, LatentShape)
-    parts = (
-        PartShape((("latent", latent.latent_dim + latent.rope_dim),)),
-        PartShape((("index_values", dim), ("index_gates", dim)), window=every, is_exact=True),
-        PartShape((("index_entries", dim),), every=every),
-    )
     heads = latent.num_heads
+    attending = 2 * heads * (2 * latent.latent_dim + latent.rope_dim)
+    parts = (
+        PartShape((("latent", latent.latent_dim + latent.rope_dim),), head_ops=attending, top=latent.top),
+        PartShape((("index_values", dim), ("index_gates", dim)), window=every, is_exact=True, own_ops=2 * dim // every),
+        PartShape((("index_entries", dim),), every=every, own_ops=2 * latent.index_heads * dim),
+    )
     mixer = PartedShape("pooled", heads, heads, parts)
     return replace(layer, mixer=mixer, weights=(*layer.weights, whole(dim * (hidden + every))))
 

@@ -96,21 +96,6 @@ def heads_of_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, in
     return ceil_share(group, size // num_kv_heads), 1
 
 
-def stages(num_layers: int, ranks: Ranks, partition: Sequence[int] | None = None) -> list[range]:
-    """The layers of each pipeline stage: as stated, else even, the first ones larger.
-
-    Raises:
-        ModelError: fewer layers than stages, or a partition of another number of layers.
-    """
-    if partition is None:
-        base, more = divmod(num_layers, ranks.pipeline)
-        partition = [base + (stage < more) for stage in range(ranks.pipeline)]
-    if sum(partition) != num_layers or min(partition) < 1:
-        raise ModelError(f"pipeline stages of {list(partition)} layers don't make up the model's {num_layers}")
-    ends = [sum(partition[: stage + 1]) for stage in range(len(partition))]
-    return [range(end - size, end) for end, size in zip(ends, partition, strict=True)]
-
-
 def local_count(weight: Weight, ranks: Ranks) -> int:
     """Elements of a weight on the rank that holds most of it."""
     each = weight.count // weight.units

@@ -6,14 +6,14 @@ is read from the key, and `TRAITS` holds the rest by type. An unknown type is re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from headrace.hub.architectures import DEFAULTS, TRAITS
 from headrace.hub.config import stated_quantisation, text_config
 from headrace.hub.errors import ModelError
-from headrace.hub.gemma import beside_experts, is_shared, layer_input_weights
+from headrace.hub.gemma import beside_experts, is_shared, layer_input_weights, shared_source
 from headrace.hub.keys import Keys
 from headrace.hub.mixers import (
     Traits,
@@ -40,6 +40,7 @@ from headrace.hub.shape import LayerShape, ModelShape, Weight
 from headrace.hub.storage import stored_as
 
 MAX_LAYERS = 10_000
+HALVES = "state + heads, MLP"
 
 FULL, SLIDING, INDEXED, LINEAR, EXPERTS, DENSE = "full", "sliding", "indexed", "linear", "experts", "dense"
 KINDS = {
@@ -68,7 +69,10 @@ def read_shape(config: Mapping[str, Any], *, place: str = "config.json") -> Mode
         hidden_size=keys.size("hidden_size"),
         vocab_size=keys.size("vocab_size"),
         max_position=keys.size("max_position_embeddings", "model_max_length", "max_seq_len", "n_positions"),
-        layers=tuple(_layer(keys, traits, index, kind) for index, kind in enumerate(kinds)),
+        layers=tuple(
+            replace(_layer(keys, traits, index, kind), source=_source(keys, traits, kinds, index))
+            for index, kind in enumerate(kinds)
+        ),
         dtype=_dtype(text, config),
         state_dtype=str(keys.find("mamba_ssm_cache_dtype", "mamba_ssm_dtype") or ""),
         is_tied=traits.is_tied if is_tied is None else bool(is_tied),
@@ -95,6 +99,8 @@ def layer_kinds(keys: Keys, traits: Traits) -> list[str]:
     compress, what the config calls them."""
     if is_compressed(keys):
         return compressed_kinds(keys)
+    if traits.parts == HALVES:
+        return [LINEAR, FULL] * _num_layers(keys)
     listed = keys.words("layers_block_type", "layer_types")
     pattern = keys.find("hybrid_override_pattern")
     if listed is not None:
@@ -102,9 +108,7 @@ def layer_kinds(keys: Keys, traits: Traits) -> list[str]:
         return [INDEXED if kind == FULL and _is_indexed_everywhere(keys) else kind for kind in kinds]
     if isinstance(pattern, str):
         return [PATTERN_KINDS.get(letter, FULL) for letter in pattern]
-    count = keys.size("num_hidden_layers")
-    if count > MAX_LAYERS:
-        raise ModelError(f"{keys.place}: num_hidden_layers must be at most {MAX_LAYERS}, not {count}")
+    count = _num_layers(keys)
     if traits.is_recurrent:
         return [LINEAR] * count
     if "index_kpool" in keys:
@@ -141,6 +145,13 @@ def _without_rope(keys: Keys, count: int) -> list[str]:
     """SmolLM3: where layers slide at all, those without rope do. `no_rope_layers` lists 1 for a layer with rope."""
     slides = keys.flag("use_sliding_window") and "sliding_window" in keys
     return [SLIDING if slides and not turned else FULL for turned in _turned_layers(keys, count)]
+
+
+def _num_layers(keys: Keys) -> int:
+    count = keys.size("num_hidden_layers")
+    if count > MAX_LAYERS:
+        raise ModelError(f"{keys.place}: num_hidden_layers must be at most {MAX_LAYERS}, not {count}")
+    return count
 
 
 def _turned_layers(keys: Keys, count: int) -> list[bool]:
@@ -180,7 +191,7 @@ def _layer(keys: Keys, traits: Traits, index: int, kind: str) -> LayerShape:
             has_values=has_values,
             is_shared=is_shared(keys, index),
         )
-    if traits.one_part and mixed.mixer is not None:
+    if (traits.parts == "mixer | MLP" and mixed.mixer is not None) or (traits.parts == HALVES and kind == LINEAR):
         return LayerShape(mixed.mixer, (norms, *mixed.weights))
     streams = stream_weights(keys)
     if is_compressed(keys):
@@ -217,6 +228,16 @@ def _runs_indexer(keys: Keys, index: int) -> bool:
     every = keys.size("index_topk_freq", default=1)
     first = keys.number("index_skip_topk_offset", default=2)
     return every == 1 or index < first or (index - first + 1) % every == 0
+
+
+def _source(keys: Keys, traits: Traits, kinds: Sequence[str], index: int) -> int | None:
+    """As of `LayerShape`."""
+    if traits.parts == HALVES:
+        return index - 1 if kinds[index] == FULL else None
+    if "kv_lora_rank" in keys and kinds[index] == INDEXED and not _runs_indexer(keys, index):
+        choosing = (at for at in range(index) if kinds[at] == INDEXED and _runs_indexer(keys, at))
+        return max(choosing, default=None)
+    return shared_source(keys, kinds, index)
 
 
 def _recurrent(keys: Keys) -> LayerShape:

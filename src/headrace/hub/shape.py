@@ -61,6 +61,10 @@ class LatentShape:
     index_dim: int = 0
     """As of `AttentionShape`."""
     kind: str = "MLA"
+    index_heads: int = 0
+    """Of the indexer, which no rank divides."""
+    top: int | None = None
+    """Tokens that a query sees of those before it, chosen here or by an earlier layer; None is all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,12 @@ class PartShape:
     """Tokens that share an entry."""
     is_exact: bool = False
     """An eight-bit cache holds it in bfloat16."""
+    head_ops: int = 0
+    """Multiplications and additions of a query with an entry, over all heads, which ranks divide."""
+    own_ops: int = 0
+    """Those that each rank does: of an indexer, of a compressor."""
+    top: int | None = None
+    """Entries that heads read of those before a query, chosen by an indexer; None is all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,9 @@ class LayerShape:
 
     mixer: MixerShape | None
     weights: tuple[Weight, ...]
+    source: int | None = None
+    """An earlier layer from which it takes over more than the residual: whose keys and values it attends to, whose
+    choice of tokens it uses, whose other half it is."""
 
 
 @dataclass(frozen=True, slots=True)

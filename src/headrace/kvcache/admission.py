@@ -33,9 +33,10 @@ class Admission:
         short: list[int] = []
         for group in promises.attention:
             most = promises.most(group, num_tokens, slides=slides)
+            kept_back = promises.more_kept_back(group, wanted - most)
             if most == wanted:  # all that is found is leased, even beyond num_tokens
                 most = max(most, num_prompt_blocks)
-            if most > promises.spare(group) - headroom:
+            if most + kept_back > promises.spare(group) - headroom:
                 if not reuse or self._store.groups[group].window is not None:
                     return False
                 short.append(group)
@@ -66,12 +67,15 @@ class Admission:
             index_at = (found.length + 1) * size
             if reuse:
                 self._count(found, tokens, claim)
-        table = Table(claim, self._parts(owner, found, claim), cursor, index_at, slides=slides)
+        table = Table(claim, self._parts(owner, found, claim), cursor, index_at)
         table.num_reused = table.num_indexed = found.length
         table.num_blocks = found.length + (found.num_partial > 0)
         table.capacity = table.num_blocks * size
+        prompt_len = claim.prompt_len or len(tokens)
+        if slides:
+            table.landmarks = len(found.path), (prompt_len - 1) // size, prompt_len // size
         if settings.reuse and len(self._promises.attention) < self._store.num_groups:
-            prompt_len, branch = claim.prompt_len or len(tokens), len(found.path) * size
+            branch = len(found.path) * size
             table.stops = positions(
                 settings, prompt_len=prompt_len, num_tokens=len(tokens), start=found.num_tokens, branch=branch
             )

@@ -14,7 +14,7 @@ from headrace.kvcache.store import Store
 from headrace.kvcache.table import NEVER, Part, Table
 from headrace.kvcache.tiers import Tiers
 from headrace.kvcache.turns import AllReusable
-from headrace.seam import DUMMY_BLOCK
+from headrace.seam import DUMMY_BLOCK, GroupSpec
 
 
 class NoBlocks(RuntimeError):
@@ -115,7 +115,11 @@ class Growth:
         return table.commit_at
 
     def _slide(self, table: Table, num_computed: int) -> None:
-        """Entries that neither the next query nor one in flight can reach become the dummy block."""
+        """Entries that neither the next query nor one in flight can reach become the dummy block.
+
+        Most of them are of no use to anybody: a prompt is seldom left half-way. They are evicted first, or a long one
+        would drive out the windows at which sequences ended, without which nothing of these is found.
+        """
         size = self._size
         for group, spec in self._windows:
             part, pool = table.parts[group], self._store.pools[group]
@@ -123,12 +127,22 @@ class Growth:
             start = max(part.first, num_sinks(spec, size))
             part.first = max(part.first, first)
             gone = [at for at in range(start, first) if part.blocks[at] != DUMMY_BLOCK]
-            pool.unlease_all(part.blocks[at] for at in gone)
             for at in gone:
+                if self._is_landmark(table, spec, at):
+                    pool.unlease(part.blocks[at])
+                else:
+                    pool.unlease_first(part.blocks[at])
                 part.blocks[at] = DUMMY_BLOCK
                 table.gone.append((group, at))
             self._promises.hold(table, group, -len(gone))
         self.plan_slide(table)
+
+    def _is_landmark(self, table: Table, spec: GroupSpec, at: int) -> bool:
+        """Whether it is in reach of who goes on where that is likely, or was told to stay."""
+        if table.claim.retention is not None:
+            return True
+        size = self._size
+        return any(first_needed(spec, end * size, size) <= at < end for end in table.landmarks or ())
 
     def plan_slide(self, table: Table) -> None:
         if table.slides and self._windows:
@@ -180,7 +194,7 @@ class Growth:
         if rest and not all(self._store.pools[group].num_available for group in self._promises.attention):
             raise NoBlocks(f"no block for the copy of a partial block of owner {parent}")
         parts = tuple([Part(part.blocks[:num_full], part.first) for part in origin.parts])
-        table = Table(origin.claim, parts, NONE, NEVER, slides=origin.slides, slide_at=origin.slide_at)
+        table = Table(origin.claim, parts, NONE, NEVER, landmarks=origin.landmarks, slide_at=origin.slide_at)
         table.num_reused = min(origin.num_reused, num_full)
         table.num_blocks = num_full + (rest > 0)
         table.capacity = table.num_blocks * size

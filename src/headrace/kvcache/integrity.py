@@ -183,19 +183,25 @@ def check_table(table: Table, pools: Sequence[BlockPool], index: RadixIndex, att
 
 
 def check_promises(tables: Mapping[int, Table], promises: Promises) -> None:
-    """Nobody holds more than it was promised, and what is still due is what is counted."""
+    """Nobody holds more than it was promised or all together may, and what is still due is what is counted."""
     for group in promises.attention:
-        due = 0
+        due = taken = beyond = 0
         for owner, table in tables.items():
             part = table.parts[group]
             if part.num_entitled:
-                due += part.num_entitled - part.num_held
-                if part.num_held > part.num_entitled:
+                more = part.num_held - part.num_entitled
+                due += max(-more, 0)
+                taken += max(more, 0)
+                beyond += part.num_beyond
+                if more > (promises.in_flight if table.grows else min(part.num_beyond, promises.in_flight)):
                     raise AssertionError(
                         f"owner {owner} holds {part.num_held} blocks, {part.num_entitled} are promised"
                     )
-        counted = promises.promised[group]
-        _require(due == counted, f"group {group}: {due} blocks are promised, {counted} counted")
+        found, counted = (due, taken, beyond), (promises.promised[group], promises.taken[group], promises.beyond[group])
+        _require(found == counted, f"group {group}: {found} blocks are promised, taken and beyond, not {counted}")
+        _require(
+            taken <= promises.in_flight, f"group {group}: {taken} blocks are taken for at most {promises.in_flight}"
+        )
 
 
 def check_positions(tables: Mapping[int, Table]) -> None:

@@ -320,7 +320,7 @@ class KvCache:
                 wanted.append(Pinned(pool, at, self.store.block_of(pool, node)))
         spare = [self.promises.spare(group) for group in range(len(self.groups))]
         spare += [pool.num_available for pool in self.store.pools[len(self.groups) :]]
-        needs = [self.promises.most(group, longest) for group in range(len(self.groups))]
+        needs = [self.promises.alone(group, longest) for group in range(len(self.groups))]
         return self.pins.pin(name, claim, found.path[: found.length], wanted, spare=spare, needs=needs)
 
     def unpin(self, name: str) -> bool:

@@ -14,6 +14,7 @@ priority, threaded through two lists of integers, so that every operation on a b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from headrace.seam import DUMMY_BLOCK
 from headrace.types import DEFAULT_PRIORITY
@@ -22,13 +23,20 @@ MAX_PRIORITY = 100
 NO_NODE = -1
 
 
+@lru_cache(maxsize=4)
+def _numbers(count: int) -> list[int]:
+    """0 .. count - 1, not to be changed: pools of one size share the integers, of which a fleet has millions."""
+    return list(range(count))
+
+
 class BlockPool:
     """Block ids 1 .. `num_blocks` - 1; the dummy block 0 counts in `num_blocks` and is never handed out."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, num_blocks
         self.num_blocks = num_blocks
-        self.free = list(range(num_blocks - 1, DUMMY_BLOCK, -1))
+        numbers = _numbers(num_blocks + MAX_PRIORITY + 1)
+        self.free = numbers[num_blocks - 1 : DUMMY_BLOCK : -1]
         """A stack of block ids."""
         self.leases = [0] * num_blocks
         self.num_leases = 0
@@ -38,8 +46,8 @@ class BlockPool:
         self.priority = [DEFAULT_PRIORITY] * num_blocks
         self.num_cached = 0
         # The ring of priority p starts and ends at the position num_blocks + p, which is no block.
-        self.next = list(range(num_blocks + MAX_PRIORITY + 1))
-        self.prev = list(self.next)
+        self.next = numbers[:]
+        self.prev = numbers[:]
         self.used = [0] * num_blocks
         """By block: the clock when it was last queued."""
         self.clock = 0
@@ -155,6 +163,16 @@ class BlockPool:
                 else:
                     self._set_free(block)
 
+    def unlease_first(self, block: int) -> None:
+        """`unlease`; cached, it is the first of its priority to be evicted."""
+        self.unlease(block)
+        if not self.leases[block] and self.node[block] >= 0:
+            self._unqueue(block)
+            end = self.num_blocks + self.priority[block]
+            first = self.next[end]
+            used = self.used[first] if first != end else self.used[block]
+            self._insert(block, before=first, used=used)
+
     def set_node(self, block: int, node: int) -> None:
         """The index names a leased block from now on."""
         assert self.leases[block] > 0 and self.node[block] < 0, f"block {block} is free or indexed already"
@@ -193,9 +211,13 @@ class BlockPool:
         after = self.next[end]
         while after != end and self.used[after] < used:
             after = self.next[after]
-        before = self.prev[after]
-        self.next[before] = self.prev[after] = block
-        self.prev[block], self.next[block] = before, after
+        self._insert(block, before=after, used=used)
+
+    def _insert(self, block: int, *, before: int, used: int) -> None:
+        """Queues it before another one, or before the end of its ring."""
+        last = self.prev[before]
+        self.next[last] = self.prev[before] = block
+        self.prev[block], self.next[block] = last, before
         self.levels |= 1 << self.priority[block]
         self.num_cached += 1
         self.used[block] = used

@@ -51,17 +51,22 @@ def num_sinks(group: GroupSpec, tokens_per_block: int) -> int:
     return 0 if group.window is None else -(-group.sink_tokens // tokens_per_block)
 
 
-def most_at_once(group: GroupSpec, in_flight: int, tokens_per_block: int) -> int:
+def most_at_rest(group: GroupSpec, tokens_per_block: int) -> int:
     """Blocks that a sequence of any length holds at a time, at worst; `sys.maxsize` is no bound.
 
-    `in_flight`: tokens from the first whose computation isn't committed to the last with a block; 0 is no bound.
+    A sequence with n tokens in flight (from the first whose computation isn't committed to the last with a block) holds
+    at most floor(n / tokens_per_block) more: all sequences together never more than `blocks_in_flight` beside these.
     """
     if group.is_recurrent:
         return 0
-    if group.window is None or not in_flight:
+    if group.window is None:
         return sys.maxsize
-    in_reach = group.window - 1 + in_flight
-    return -(-in_reach // tokens_per_block) + 1 + num_sinks(group, tokens_per_block)
+    return -(-(group.window - 1) // tokens_per_block) + 2 + num_sinks(group, tokens_per_block)
+
+
+def blocks_in_flight(num_tokens: int, tokens_per_block: int) -> int:
+    """Blocks of a window group that sequences hold for so many tokens in flight, of all of them together."""
+    return num_tokens // tokens_per_block
 
 
 def longest(path: Sequence[int], groups: Sequence[tuple[GroupSpec, Names]], tokens_per_block: int) -> int:

@@ -28,7 +28,7 @@ class CacheSettings:
     fingerprint: str = ""
     """`EngineFacts.fingerprint`: what else changes K and V."""
     max_tokens_in_flight: int = 0
-    """Of one request, which bounds its blocks in window groups; 0 is no bound."""
+    """Of all requests together, which bounds their blocks in window groups; 0 is no bound."""
     max_pinned_share: float = 0.5
     """Of each device pool."""
     event_buffer_size: int = 0

@@ -21,7 +21,9 @@ class Part:
     num_held: int = 0
     """Entries that are leases."""
     num_entitled: int = 0
-    """Blocks that are promised, those held included; 0 without a promise."""
+    """Blocks that are promised to this owner alone, those held included; 0 without a promise."""
+    num_beyond: int = 0
+    """Blocks up to its limit beside these: of a window group, which gives others back for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +36,9 @@ class Table:
     """Computed tokens at which the next block is full; NEVER when nothing more is to be indexed."""
     grows: bool = False
     """It may take more than it was promised."""
-    slides: bool = True
-    """Entries leave as they get out of the window."""
+    landmarks: tuple[int, ...] | None = None
+    """In blocks: where the prompt left what was known, and where it ends. Others are likely to go on from there.
+    None: entries don't leave as they get out of the window."""
     slide_at: int = NEVER
     """Computed tokens at which the next one does."""
     num_blocks: int = 0
@@ -58,6 +61,10 @@ class Table:
     @property
     def blocks(self) -> tuple[list[int], ...]:
         return tuple([part.blocks for part in self.parts])
+
+    @property
+    def slides(self) -> bool:
+        return self.landmarks is not None
 
     @property
     def commit_at(self) -> int:

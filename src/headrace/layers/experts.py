@@ -27,6 +27,7 @@ from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act
 from headrace.layers.stacked import ByExpert, ExpertsShare, Side, StackedLinear, inner_unit
 from headrace.layers.weights import Init, Parameter
+from headrace.quant._fixed import unfixed
 from headrace.quant.port import ExpertsRecipe
 
 FusedForm = Literal["out_in", "in_out"]
@@ -82,6 +83,11 @@ class RoutedExperts:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         return (*self._gate_up.parameters, *self._down.parameters)
+
+    @property
+    def recipes(self) -> dict[str, ExpertsRecipe]:
+        """By name, how each product's weights are stored."""
+        return {part.name: unfixed(part.recipe) for part in (self._gate_up, self._down)}
 
     def finish(self) -> None:
         weights = ExpertWeights(
@@ -251,10 +257,11 @@ class ExpertsBuilder:
 
     def _recipe(self, part: str) -> ExpertsRecipe:
         name = f"{self.name}.{part}"
-        found = (self.setup.recipe or self.recipe)(name)
-        if not isinstance(found, ExpertsRecipe):
+        found: Any = (self.setup.recipe or self.recipe)(name)
+        stored = unfixed(found)
+        if not isinstance(stored, ExpertsRecipe):
             raise ValueError(
-                f"{name}: experts can't be stored as {type(found).__name__}: use an unquantised checkpoint, or one in"
+                f"{name}: experts can't be stored as {type(stored).__name__}: use an unquantised checkpoint, or one in"
                 " FP8 or MXFP4"
             )
         return found

@@ -71,11 +71,18 @@ class LayerFactory:
         """
         return Norm(self._scale(name, features, eps=eps, plus_one=plus_one), parallel=self.parallel)
 
-    def layer_norm(self, name: str, features: int, *, eps: float, bias: bool = False, plus_one: bool = False) -> Norm:
-        """A layer norm (the mean taken off) over the hidden state."""
-        scale = CentredScale(
-            name, features, eps=eps, bias=bias, plus_one=plus_one, dtype=self.dtype, device=self.device
-        )
+    def layer_norm(
+        self,
+        name: str,
+        features: int,
+        *,
+        eps: float,
+        bias: bool = False,
+        plus_one: bool = False,
+        kind: type[CentredScale] = CentredScale,
+    ) -> Norm:
+        """A layer norm (the mean taken off) over the hidden state, or the model file's own `kind`."""
+        scale = kind(name, features, eps=eps, bias=bias, plus_one=plus_one, dtype=self.dtype, device=self.device)
         self.modules.append(scale)
         return Norm(scale, parallel=self.parallel)
 
@@ -122,13 +129,7 @@ class LayerFactory:
     def linear(self, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
         """A linear layer that every rank computes whole."""
         linear = replicated_linear(
-            name,
-            in_features,
-            out_features,
-            bias=bias,
-            recipe=self.recipe(name),
-            dtype=self.dtype,
-            device=self.device,
+            name, in_features, out_features, bias=bias, recipe=self.recipe(name), dtype=self.dtype, device=self.device
         )
         self.modules.append(linear)
         return linear

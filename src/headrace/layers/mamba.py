@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,10 @@ from headrace.layers.weights import Fused, Part, Slot
 
 IN_SLOTS = ("z", "x", "b", "c", "dt")
 CONV_SLOTS = ("x", "b", "c")
+WIDE_PARTS = ("decay", "time_bias", "skip")
+"""By head, in float32."""
+Gating = Literal["gate, norm", "norm, gate", "gate"]
+"""What comes behind the state space: the gate and a norm by group, in this order, or the gate alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,10 @@ class MambaSizes:
     """Step sizes are cut to these."""
     has_conv_bias: bool = True
     has_bias: bool = False
+    """Of the first product, and of the last where `mamba` isn't told otherwise."""
+    gating: Gating = "gate, norm"
+    factors: tuple[float, ...] = ()
+    """What the slots of the first product are multiplied with; () is nothing."""
 
     @property
     def width(self) -> int:
@@ -94,6 +102,7 @@ class Mamba:
         self.eps = eps
         self.spread = spread
         self.state = state
+        self._factors: Tensor | None = None  # [outputs of the first product]
 
     def feed_from(self, norm: Norm) -> None:
         """One product takes what the norm yields."""
@@ -101,10 +110,19 @@ class Mamba:
 
     def project(self, act: Act) -> MambaProjected:
         sizes = self.sizes
-        gate, xbc, time = self.projection(act).split(
+        projected = self.projection(act)
+        if sizes.factors:
+            projected = projected * self._factors_like(projected)
+        gate, xbc, time = projected.split(
             (sizes.width, sizes.width + 2 * sizes.num_groups * sizes.state, sizes.num_heads), -1
         )
         return MambaProjected(gate, xbc, time)
+
+    def _factors_like(self, projected: Tensor) -> Tensor:
+        if self._factors is None:
+            each = [torch.full((rows,), factor) for rows, factor in zip(self.sizes.rows.values(), self.sizes.factors)]
+            self._factors = torch.cat(each).to(projected)
+        return self._factors
 
     def mix(self, projected: MambaProjected, live: LiveState) -> Act:
         sizes, small = self.sizes, self.small
@@ -124,11 +142,17 @@ class Mamba:
             step=live.step,
         )
         out = out + small["skip"][:, None] * x
-        return Act(self._normed(out.flatten(1) * F.silu(projected.gate.float())).to(projected.xbc.dtype))
+        return Act(self._gated(out.flatten(1), F.silu(projected.gate.float())).to(projected.xbc.dtype))
 
-    def _normed(self, gated: Tensor) -> Tensor:
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """[tokens, width] float32 each -> the same"""
+        if self.sizes.gating == "norm, gate":
+            return self._normed(out) * gate
+        return self._normed(out * gate) if self.sizes.gating == "gate, norm" else out * gate
+
+    def _normed(self, mixed: Tensor) -> Tensor:
         """An RMS norm by group. [tokens, width] float32 -> the same"""
-        groups = gated.unflatten(-1, (self.sizes.num_groups, -1))
+        groups = mixed.unflatten(-1, (self.sizes.num_groups, -1))
         squares, count = groups.square().sum(-1, keepdim=True), groups.shape[-1]
         if self.spread is not None:
             squares, count = self.spread.collectives.all_reduce(squares), count * self.spread.size
@@ -140,12 +164,22 @@ class Mamba:
 
 
 def mamba(
-    factory: LayerFactory, name: str, *, hidden_size: int, sizes: MambaSizes, eps: float, state_dtype: torch.dtype
+    factory: LayerFactory,
+    name: str,
+    *,
+    hidden_size: int,
+    sizes: MambaSizes,
+    eps: float,
+    state_dtype: torch.dtype,
+    out_bias: bool | None = None,
 ) -> Mamba:
     """A block.
 
     Modules: `{name}.in` (slots z, x, b, c, dt), `{name}.conv` and, with a bias, `{name}.conv_bias` (slots x, b, c),
-    `{name}.decay`, `{name}.time_bias`, `{name}.skip`, `{name}.norm`, `{name}.out`.
+    `{name}.decay`, `{name}.time_bias`, `{name}.skip`, `{name}.norm` unless there is none, `{name}.out`.
+
+    Args:
+        out_bias: of the last product; None is as of the first.
 
     Raises:
         ValueError: more ranks than the groups can be dealt to.
@@ -160,34 +194,23 @@ def mamba(
         )
     wide, shared = _times(heads.q, sizes.dim), _times(heads.kv, sizes.state)
     shares = {"z": wide, "x": wide, "b": shared, "c": shared, "dt": heads.q}
-    by_head = [Slot("", (sizes.num_heads,), Part(0, *heads.q))]
-    parts = {
-        "conv": [Slot(slot, (sizes.rows[slot], 1, sizes.kernel), Part(0, *shares[slot])) for slot in CONV_SLOTS],
-        "decay": by_head,
-        "time_bias": by_head,
-        "skip": by_head,
-        "norm": [Slot("", (sizes.width,), Part(0, *wide))],
-    }
-    if sizes.has_conv_bias:
-        parts["conv_bias"] = [Slot(slot, (sizes.rows[slot],), Part(0, *shares[slot])) for slot in CONV_SLOTS]
-    wide_parts = ("decay", "time_bias", "skip")
+    parts = _small_parts(sizes, shares)
     small = SmallWeights(
         name,
         parts,
-        dtypes={part: torch.float32 if part in wide_parts else factory.dtype for part in parts},
+        dtypes={part: torch.float32 if part in WIDE_PARTS else factory.dtype for part in parts},
         device=factory.device,
     )
     factory.modules.append(small)
     outputs = [Output(slot, sizes.rows[slot], shares[slot]) for slot in IN_SLOTS]
-    local = MambaSizes(
-        heads.num_heads, sizes.dim, heads.num_kv_heads, sizes.state, sizes.kernel,
-        sizes.time_limits, sizes.has_conv_bias, sizes.has_bias,
-    )  # fmt: skip
+    local = replace(sizes, num_heads=heads.num_heads, num_groups=heads.num_kv_heads)
     channels = local.width + 2 * local.num_groups * local.state
     return Mamba(
         projection=factory.column(f"{name}.in", hidden_size, outputs, bias=sizes.has_bias),
         small=small,
-        out=factory.row(f"{name}.out", sizes.width, hidden_size, share=wide, bias=sizes.has_bias),
+        out=factory.row(
+            f"{name}.out", sizes.width, hidden_size, share=wide, bias=sizes.has_bias if out_bias is None else out_bias
+        ),
         sizes=local,
         eps=eps,
         spread=parallel if parallel.size > sizes.num_groups else None,
@@ -195,6 +218,18 @@ def mamba(
             ((channels, sizes.kernel - 1), (local.num_heads, sizes.dim, sizes.state)), (factory.dtype, state_dtype)
         ),
     )
+
+
+def _small_parts(sizes: MambaSizes, shares: Mapping[str, tuple[int, int]]) -> dict[str, list[Slot]]:
+    """What no product takes. shares: of the slots of the first product, on this rank."""
+    rows = sizes.rows
+    parts = {part: [Slot("", (sizes.num_heads,), Part(0, *shares["dt"]))] for part in WIDE_PARTS}
+    parts["conv"] = [Slot(slot, (rows[slot], 1, sizes.kernel), Part(0, *shares[slot])) for slot in CONV_SLOTS]
+    if sizes.has_conv_bias:
+        parts["conv_bias"] = [Slot(slot, (rows[slot],), Part(0, *shares[slot])) for slot in CONV_SLOTS]
+    if sizes.gating != "gate":
+        parts["norm"] = [Slot("", (sizes.width,), Part(0, *shares["x"]))]
+    return parts
 
 
 def _times(share: tuple[int, int], each: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.act_mul import Activation
+from headrace.kernels.act_mul_quantise import act_mul_quantise
 from headrace.kernels.moe._twin import activate
 from headrace.kernels.moe.port import ExpertAct
 from headrace.kernels.quantise import quantise
@@ -90,6 +91,20 @@ class Mlp:
     def __call__(self, act: Act) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], partial"""
         return self.down(self.gate_up.gated(act, self.kind, form=self.down.wanted))
+
+
+class FactorMlp(Mlp):
+    """A gated MLP whose gate and result are multiplied with constants (Falcon-H1)."""
+
+    def __init__(self, gate_up: Linear, down: Linear, *, kind: Activation, factors: tuple[float, float]) -> None:
+        super().__init__(gate_up, down, kind=kind)
+        self.factors = factors
+
+    def __call__(self, act: Act) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], partial"""
+        both = self.gate_up(act)
+        both[:, : both.shape[1] // 2] *= self.factors[0]
+        return self.down(act_mul_quantise(both, self.kind, form=self.down.wanted)) * self.factors[1]
 
 
 class ClampedMlp(Mlp):

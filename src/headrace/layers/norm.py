@@ -69,7 +69,10 @@ class Scale:
 
 
 class CentredScale:
-    """Weight, and bias where there is one, of a layer norm (Ba et al. 2016): the mean is taken off first."""
+    """Weight, and bias where there is one, of a layer norm (Ba et al. 2016): the mean is taken off first.
+
+    A norm of another kind derives from it and overrides `__call__`.
+    """
 
     def __init__(
         self,
@@ -100,10 +103,15 @@ class CentredScale:
         bias = None if self._bias is None else self._bias.take().float()
         self._loaded = (weight + 1 if self.plus_one else weight, bias)
 
+    @property
+    def loaded(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, [features] float32 each; with `plus_one` the one is added."""
+        assert self._loaded is not None, f"{self.name} is not loaded"
+        return self._loaded
+
     def __call__(self, x: Tensor) -> Tensor:
         """[..., features] -> the same, normalised in float32"""
-        assert self._loaded is not None, f"{self.name} is not loaded"
-        weight, bias = self._loaded
+        weight, bias = self.loaded
         return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
 
     def quantised(self, x: Tensor, *, form: Form, residual: Tensor | None = None) -> tuple[Act, Tensor | None]:

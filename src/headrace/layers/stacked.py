@@ -86,7 +86,7 @@ class StackedLinear:
             keeps_bias: False on ranks whose partial sum leaves the bias to another.
         """
         self.name = name
-        self._recipe = recipe
+        self.recipe = recipe
         self._dtype = dtype
         self._share = share
         self._stored = {
@@ -115,7 +115,7 @@ class StackedLinear:
         bias = None if self._bias is None else self._bias.take().flatten(1)
         if not self._keeps_bias:
             bias = None
-        return self._recipe.stack(tensors, bias, widths=self._widths, dtype=self._dtype)
+        return self.recipe.stack(tensors, bias, widths=self._widths, dtype=self._dtype)
 
 
 class StackedParameter(Parameter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,11 @@ class Fixed:
     def rows(self, prepared: PreparedWeight, ids: Tensor) -> Tensor:
         """The recipe's."""
         return self.recipe.rows(prepared, ids)
+
+
+def unfixed(recipe: Any) -> Any:
+    """The recipe by which weights are stored, where this one is about their products."""
+    return recipe.recipe if isinstance(recipe, Fixed) else recipe
 
 
 def _checked(prepared: PreparedWeight) -> PreparedWeight:

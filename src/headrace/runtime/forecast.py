@@ -15,10 +15,10 @@ from headrace.hub.rank_share import (
     PlannedGroup,
     Ranks,
     rank_groups,
-    stages,
     weight_bytes,
 )
 from headrace.hub.shape import AttentionShape, Form, ModelShape, Storage, activation_bytes, graph_bytes, logits_bytes
+from headrace.hub.stages import stages
 from headrace.hub.storage import quantised
 from headrace.runtime.gpus import Device
 from headrace.runtime.settle import NoRoom, Settled, length_limit, settle
@@ -114,7 +114,7 @@ def forecast(args: LlmArgs, shape: ModelShape, spread: Spread) -> Forecast:
     dtype = shape.dtype if args.dtype == "auto" or args.dtype not in COMPUTE_DTYPES else args.dtype
     if dtype not in DTYPE_BITS:
         raise ValueError(f"dtype: the checkpoint's '{dtype}' is not one to compute with: choose one with --dtype")
-    ranks, parts = spread.ranks, stages(len(shape.layers), spread.ranks, args.pp_partition)
+    ranks, parts = spread.ranks, stages(shape.layers, spread.ranks.pipeline, args.pp_partition)
     types = _cache_types(args, shape, dtype)
     planned: list[Stage] = []
     for number, layers in enumerate(parts):

@@ -108,6 +108,9 @@ def demand_of(args: LlmArgs) -> Demand:
     return Demand(
         tokens_per_block=kv.tokens_per_block,
         max_tokens_in_flight=(depth_of(args) + 1) * args.max_num_tokens,
+        max_sequences=args.max_batch_size,
+        keeps_prefixes=kv.enable_block_reuse,
+        has_beams=args.max_beam_width > 1,
         snapshot_interval=states.periodic_snapshot_interval if kv.enable_block_reuse else 0,
         num_extra_snapshots=num_extra if kv.enable_block_reuse else 0,
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.kvcache.reuse import most_at_once
+from headrace.kvcache.reuse import blocks_in_flight, most_at_rest
 from headrace.seam import GroupSpec
 
 DEFAULT_AVG_SEQ_LEN = 4096
@@ -15,11 +14,17 @@ DEFAULT_AVG_SEQ_LEN = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What decides how many blocks of a group one sequence holds at a time."""
+    """What decides how many blocks of a group sequences hold at a time."""
 
     tokens_per_block: int
     max_tokens_in_flight: int
-    """Of one sequence: the steps that may be planned before their tokens are known."""
+    """Of all sequences: the steps that may be planned before their tokens are known."""
+    max_sequences: int | None = None
+    """At a time; None is no bound."""
+    keeps_prefixes: bool = True
+    """The blocks of sequences that have ended, or gone on, can be reused."""
+    has_beams: bool = False
+    """They keep their blocks when these are out of the window."""
     snapshot_interval: int = 0
     """Tokens between snapshots of recurrent states; 0 takes none."""
     num_extra_snapshots: int = 0
@@ -33,12 +38,18 @@ class Demand:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
-    def bound(self, group: GroupSpec) -> int | None:
-        """The most blocks of a group that a sequence of any length holds at a time; None is no such bound."""
+    def rest(self, group: GroupSpec, length: int) -> int:
+        """Blocks of an attention group that a sequence of this length holds beside those of tokens in flight."""
+        return min(self.blocks_of(length), most_at_rest(group, self.tokens_per_block))
+
+    def bound(self, group: GroupSpec, *, num_sequences: int = 1) -> int | None:
+        """The most blocks of a group that so many sequences of any length hold at a time; None is no such bound."""
         if group.is_recurrent:
-            return 2 if self.takes_snapshots else 1
-        most = most_at_once(group, self.max_tokens_in_flight, self.tokens_per_block)
-        return None if most == sys.maxsize else most
+            return num_sequences * (2 if self.takes_snapshots else 1)
+        if group.window is None:
+            return None
+        in_flight = blocks_in_flight(self.max_tokens_in_flight, self.tokens_per_block)
+        return num_sequences * most_at_rest(group, self.tokens_per_block) + in_flight
 
     def at_least(self, group: GroupSpec, length: int) -> int:
         """Blocks without which a lone sequence of this length could not run."""
@@ -49,9 +60,10 @@ class Demand:
         return self.blocks_of(length) if bound is None else min(self.blocks_of(length), bound)
 
     def wanted(self, group: GroupSpec, length: int) -> int:
-        """Blocks that a sequence of this length is glad to have: of recurrent layers, all of its snapshots."""
+        """Blocks that a sequence of this length is glad to have: of recurrent layers, all of its snapshots; of windows,
+        when it has ended too, what whoever goes on from there needs."""
         if not group.is_recurrent:
-            return self.at_least(group, length)
+            return self.blocks_of(length) if self.has_beams else self.rest(group, length)
         periodic = length // self.snapshot_interval if self.snapshot_interval else 0
         return periodic + self.num_extra_snapshots
 
@@ -71,11 +83,34 @@ class Demand:
         Snapshots don't count: a sequence runs without one.
         """
         counts = [
-            count // self.at_least(group, length)
+            self._sequences_of(group, count, length)
             for group, count in zip(groups, usable, strict=True)
             if not group.is_recurrent
         ]
         return min(counts, default=None)
+
+    def _sequences_of(self, group: GroupSpec, count: int, length: int) -> int:
+        whole, rest = self.blocks_of(length), self.rest(group, length)
+        if rest == whole:
+            return count // whole
+        in_flight = blocks_in_flight(self.max_tokens_in_flight, self.tokens_per_block)
+        return max(count // whole, (count - in_flight) // rest)
+
+    def cap(self, group: GroupSpec, max_tokens: int | None) -> int | None:
+        """Blocks of a group beyond which none is of use; None is any number.
+
+        Args:
+            max_tokens: no pool holds more tokens than this.
+        """
+        most: int | None = None
+        if not (self.keeps_prefixes or self.has_beams or group.is_recurrent or self.max_sequences is None):
+            most = self.bound(group, num_sequences=self.max_sequences)
+        if max_tokens is None:
+            return most
+        held = max_tokens // self.tokens_per_block
+        if group.is_recurrent:
+            held = max(self.wanted(group, max_tokens), self.at_least(group, max_tokens))
+        return held if most is None else min(most, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +152,7 @@ def share_out(
 ) -> Pools:
     """Pools in proportion to what an average sequence wants, none smaller than what the longest one needs.
 
+    Windows get what tokens in flight take once, and then a window for each average sequence that the other pools hold.
     The blocks of `longest` have to fit (`longest_that_fits`).
 
     Args:
@@ -124,12 +160,16 @@ def share_out(
     """
     floors = [max(demand.at_least(group, longest), 1) for group in groups]
     wanted = [demand.wanted(group, average) for group in groups]
-    caps = [_cap(group, demand, max_tokens) for group in groups]
+    caps = [demand.cap(group, max_tokens) for group in groups]
+    in_flight = [
+        0 if group.is_recurrent else floor - demand.rest(group, longest)
+        for group, floor in zip(groups, floors, strict=True)
+    ]
     unit = max(*wanted, 1)
 
     def usable(level: int) -> list[int]:
         """With `level` blocks of the group that wants most."""
-        levels = [level * want // unit for want in wanted]
+        levels = [more + level * want // unit for more, want in zip(in_flight, wanted, strict=True)]
         return [
             share if cap is None else min(share, cap) for share, cap in zip(map(max, floors, levels), caps, strict=True)
         ]
@@ -165,7 +205,7 @@ def share_by_ratio(
                 f"kv_cache_config.pool_ratio: the share {share} of layer group {index} is {int(budget_bytes * share):,}"
                 f" bytes and two of its blocks take {2 * size:,}: raise it"
             )
-        cap = _cap(group, demand, max_tokens)
+        cap = demand.cap(group, max_tokens)
         counts.append(count if cap is None else min(count, cap))
     return Pools(tuple(counts), pool_bytes(groups, counts, demand.tokens_per_block))
 
@@ -181,21 +221,16 @@ def share_tier(groups: Sequence[GroupSpec], tokens_per_block: int, device: Pools
     if size_bytes < least:
         raise ValueError(f"{size_bytes:,} bytes hold no block of each layer group: at least {least:,} are needed")
 
+    unit = max(device.usable)
+
     def counts(level: int) -> list[int]:
-        return [max(level * count // device.usable[0], 1) for count in device.usable]
+        """With `level` blocks of the group that has most."""
+        return [max(level * count // unit, 1) for count in device.usable]
 
     level = _largest(
-        size_bytes // sizes[0], lambda level: pool_bytes(groups, counts(level), tokens_per_block) <= size_bytes
+        size_bytes // min(sizes), lambda level: pool_bytes(groups, counts(level), tokens_per_block) <= size_bytes
     )
     return tuple(count + 1 for count in counts(level))
-
-
-def _cap(group: GroupSpec, demand: Demand, max_tokens: int | None) -> int | None:
-    if max_tokens is None:
-        return None
-    if group.is_recurrent:
-        return max(demand.wanted(group, max_tokens), demand.at_least(group, max_tokens))
-    return max_tokens // demand.tokens_per_block
 
 
 def _largest(limit: int, holds: Callable[[int], bool]) -> int:

@@ -55,9 +55,11 @@ class Ahead:
     def apply(self, core: Core, engine: ModelledEngine, num_turns: int) -> None:
         """Make the first `num_turns` of them."""
         section = core.scheduler.sections[0]
-        piece = num_turns if not section.kv.has_windows else section.settings.tokens_per_block
+        depth = len(self.due_s)
+        # Windows slide at each commit: more tokens in flight would need blocks that real turns don't.
+        piece = num_turns if not section.kv.has_windows else max(section.settings.tokens_per_block - depth, 1)
         for start in range(0, num_turns, piece):
-            _grow(section, engine, self.rows, min(piece, num_turns - start), depth=len(self.due_s))
+            _grow(section, engine, self.rows, min(piece, num_turns - start), depth=depth)
         due_s = [*self.due_s, *self.free_s[max(num_turns - len(self.due_s), 0) : num_turns].tolist()]
         engine.skip(
             self.rows,
@@ -80,8 +82,10 @@ def look_ahead(core: Core, engine: ModelledEngine, *, is_quiet: bool) -> Ahead |
     if len(scheduler.queue) and not is_quiet:
         return None
     section = scheduler.sections[0]
+    if section.prefilling or any(pending.has_context for pending in engine.queue):
+        return None
     rows = _steady_rows(section, scheduler.num_in_flight)
-    if rows is None or any(pending.has_context for pending in engine.queue):
+    if rows is None:
         return None
     slots = section.slots
     num_steps = int((slots.max_len[rows] - 1 - slots.length[rows]).min())
@@ -95,7 +99,7 @@ def look_ahead(core: Core, engine: ModelledEngine, *, is_quiet: bool) -> Ahead |
 def _steady_rows(section: SectionScheduler, num_in_flight: int) -> Longs | None:
     """The rows of every plan in flight and of the next; None when they aren't the same, or there is other work."""
     slots, settings = section.slots, section.settings
-    if section.prefilling or section.beams or section.kv.copies_in_flight or section.external.is_busy:
+    if section.beams or section.kv.copies_in_flight or section.external.is_busy:
         return None
     if num_in_flight != settings.depth or not settings.chained or settings.draft_len:
         return None
@@ -125,8 +129,7 @@ def _with_room(section: SectionScheduler, rows: Longs, num_steps: int, *, depth:
 
 def _timed(engine: ModelledEngine, rows: Longs, num_steps: int) -> Ahead:
     """As `submit` and `collect` let time pass."""
-    work = engine.ledger.decode(rows, num_steps)
-    seconds = np.array(np.broadcast_to(engine.cost.seconds(work), num_steps), np.float64)
+    seconds = engine.decode_s(rows, num_steps)
     begins_s, in_flight = engine.clock.now_s, [pending.done_s for pending in engine.queue]
     host_s = engine.cost.calibration.host_s
     # Where the device never waits for the host, it works without a gap, and turns end as its steps do.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from headrace.bench.report import Point, Report, Spread, Step
 from headrace.hub.shape import ModelShape
 from headrace.simulate.cost import Calibration, Cost
+from headrace.simulate.jitter import spread_of
 from headrace.simulate.work import Work
 
 MIN_STEPS = 8
@@ -50,6 +51,9 @@ def _from_steps(steps: Sequence[Step], cost: Cost, *, source: str) -> Calibratio
     basis = _hats(np.log2(tokens), np.log2(knots)) * linear[:, None]  # [steps, knots]
     factors, on_attention = _fit(basis, attention, measured)
     modelled = basis @ factors + on_attention * attention
+    only_generates = np.array([work.num_tokens == work.num_rows for work in works])
+    ratios = measured / np.maximum(modelled, 1e-12)
+    spreads = [spread_of(ratios[kind]) if kind.sum() >= MIN_STEPS else () for kind in (only_generates, ~only_generates)]
     return Calibration(
         knots=tuple(zip(knots.tolist(), factors.tolist(), strict=True)),
         attention=on_attention,
@@ -57,6 +61,8 @@ def _from_steps(steps: Sequence[Step], cost: Cost, *, source: str) -> Calibratio
         host_s=float(np.median([step.host_s for step in steps])),
         source=source,
         error=float(np.mean(np.abs(modelled - measured) / measured)),
+        generation_spread=spreads[0],
+        context_spread=spreads[1],
     )
 
 
@@ -163,3 +169,26 @@ def check_model(report: Report, shape: ModelShape, *, source: str) -> None:
         raise ValueError(
             f"{source}: its steps are of a {measured} model and this is a {shape.model_type}: calibrate with this one"
         )
+
+
+def check_device(report: Report, device: str | None, *, source: str) -> None:
+    """
+    Args:
+        device: the GPU that is modelled, by the name of its data sheet; None is a CPU.
+
+    Raises:
+        ValueError: the report is of another device.
+    """
+    measured = str(report.machine.get("device", ""))
+    was_cpu = measured.startswith(str(report.machine.get("cpu", "?")))
+    is_other = not was_cpu if device is None else was_cpu or _letters(device.split("-")[0]) not in _letters(measured)
+    if is_other and report.kind != "serve":
+        modelled = "a CPU" if device is None else device
+        raise ValueError(
+            f"{source}: it was measured on {measured or 'an unknown device'} and {modelled} is modelled: "
+            "measure there, or leave --calibrate out"
+        )
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

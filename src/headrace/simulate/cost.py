@@ -11,7 +11,7 @@ Without a calibration the corrections are what well-tuned kernels reach of their
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from headrace.hub.config import text_config
 from headrace.hub.keys import Keys
 from headrace.hub.rank_share import DTYPE_BITS, Ranks, ceil_share, local_count
-from headrace.hub.shape import AttentionShape, LatentShape, ModelShape, RecurrentShape, Storage
+from headrace.hub.shape import (
+    AttentionShape,
+    LatentShape,
+    MixerShape,
+    ModelShape,
+    PartedShape,
+    RecurrentShape,
+    Storage,
+)
 from headrace.seam import GroupSpec
 from headrace.simulate.devices import Peak
 from headrace.simulate.work import Work
@@ -47,6 +55,13 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """What it was measured on; "" is an estimate."""
     error: float | None = None
     """Mean over the measured steps of |modelled - measured| / measured."""
+    generation_spread: tuple[float, ...] = ()
+    """Quantiles of measured / modelled, of steps that only generate; none: they don't vary."""
+    context_spread: tuple[float, ...] = ()
+    """The same of steps that compute prompts."""
+
+    def without_spread(self) -> Calibration:
+        return msgspec.structs.replace(self, generation_spread=(), context_spread=())
 
     def factor(self, num_tokens: int) -> float:
         places = [float(np.log2(tokens)) for tokens, _ in self.knots]
@@ -84,9 +99,19 @@ class CachePart:
     """A (query, key) pair, over all layers of the group; of a recurrent group, a token."""
     bytes: float
     """Of a token's keys and values, over all layers; of a recurrent group, a state read and written."""
+    top: int = 0
+    """Tokens that an indexer chooses for a query; what follows is of those alone."""
+    chosen_flops: float = 0.0
+    chosen_bytes: float = 0.0
 
-    def seconds(self, pairs: Any, reads: Any, peak: Peak) -> Any:
-        return np.maximum(pairs * (self.flops / peak.flops), reads * (self.bytes / peak.bytes_per_s))
+    def seconds(self, num_queries: int, pairs: Any, reads: Any, peak: Peak) -> Any:
+        computing, reading = pairs * self.flops, reads * self.bytes
+        if self.top:
+            most = num_queries * self.top
+            computing = computing + np.minimum(pairs, most) * self.chosen_flops
+            reading = reading + np.minimum(reads, most) * self.chosen_bytes
+        computing, reading = computing / peak.flops, reading / peak.bytes_per_s
+        return max(computing, reading) if isinstance(computing, float) else np.maximum(computing, reading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +125,8 @@ class Cost:
     num_collectives: int
     peak: Peak
     calibration: Calibration
+    _fixed_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float], compare=False)
+    """By tokens and samples of a step: its time without attention, where it has been asked for."""
 
     def linear_s(self, work: Work) -> float:
         return self.linear.seconds(work, self.peak)
@@ -107,16 +134,20 @@ class Cost:
     def attention_s(self, work: Work) -> Seconds:
         total: Any = 0.0
         for part, pairs, reads in zip(self.caches, work.pairs, work.reads, strict=True):
-            total = total + part.seconds(pairs, reads, self.peak)
+            total = total + part.seconds(work.num_tokens, pairs, reads, self.peak)
         return total
 
     def seconds(self, work: Work) -> Seconds:
         """One value a step: the same for a step of a run as for the step by itself."""
         if not work.num_rows:
             return 0.0
-        said = self.calibration
-        fixed_s = said.overhead_s + said.factor(work.num_tokens) * self.linear_s(work) + self._collectives_s(work)
-        return fixed_s + said.attention * self.attention_s(work)
+        size = work.num_tokens, work.num_sampled
+        fixed_s = self._fixed_s.get(size)
+        if fixed_s is None:
+            said = self.calibration
+            fixed_s = said.overhead_s + said.factor(work.num_tokens) * self.linear_s(work) + self._collectives_s(work)
+            self._fixed_s[size] = fixed_s
+        return fixed_s + self.calibration.attention * self.attention_s(work)
 
     def _collectives_s(self, work: Work) -> float:
         if not self.num_collectives:
@@ -183,13 +214,54 @@ def _expert_share(config: Mapping[str, Any]) -> float:
 
 
 def _cache_part(shape: ModelShape, group: GroupSpec, ranks: Ranks) -> CachePart:
-    flops = 0.0
-    for layer in group.layers:
-        mixer = shape.layers[layer].mixer
-        if isinstance(mixer, AttentionShape):
-            flops += 4.0 * mixer.num_heads * mixer.head_dim / ranks.attention
-        elif isinstance(mixer, LatentShape):
-            flops += 2.0 * mixer.num_heads * (2 * mixer.latent_dim + mixer.rope_dim) / ranks.attention
-        elif isinstance(mixer, RecurrentShape):
-            flops += 6.0 * mixer.state_count / ranks.attention
-    return CachePart(flops, 2.0 * group.state_bytes if group.is_recurrent else float(group.bytes_per_token))
+    """Of the group's layers, and of those that attend to what these keep."""
+    if group.is_recurrent:
+        mixers = [shape.layers[layer].mixer for layer in group.layers]
+        states = sum(mixer.state_count for mixer in mixers if isinstance(mixer, RecurrentShape))
+        return CachePart(6.0 * states / ranks.attention, 2.0 * group.state_bytes)
+    parts = [_layer_part(shape.layers[layer].mixer, group, ranks) for layer in group.layers]
+    parts += [
+        _layer_part(layer.mixer, group, ranks)
+        for layer in shape.layers
+        if isinstance(layer.mixer, AttentionShape) and layer.mixer.is_shared and layer.source in group.layers
+    ]
+    return CachePart(
+        flops=sum(part.flops for part in parts),
+        bytes=sum(part.bytes for part in parts),
+        top=parts[0].top,
+        chosen_flops=sum(part.chosen_flops for part in parts),
+        chosen_bytes=sum(part.chosen_bytes for part in parts),
+    )
+
+
+def _layer_part(mixer: MixerShape | None, group: GroupSpec, ranks: Ranks) -> CachePart:
+    """One layer of an attention group; what a token has is counted where entries are shared by several."""
+    token_bytes = group.bytes_per_token / len(group.layers)
+    if isinstance(mixer, PartedShape):
+        names = [region.name for region in group.regions]
+        (part,) = [part for part in mixer.parts if [name for name, _ in part.regions] == names]
+        widths = {region.name: region.shape[-1] for region in group.regions}
+        index = sum(width for name, width in widths.items() if name.startswith("index_")) / sum(widths.values())
+        return _chosen(
+            top=(part.top or 0) * part.every,
+            flops=(part.own_ops / part.every, part.head_ops / part.every / ranks.attention),
+            num_bytes=(index * token_bytes, (1 - index) * token_bytes),
+        )
+    if isinstance(mixer, LatentShape):
+        width = mixer.latent_dim + mixer.rope_dim + mixer.index_dim
+        index = mixer.index_dim / width
+        attending = 2.0 * mixer.num_heads * (2 * mixer.latent_dim + mixer.rope_dim) / ranks.attention
+        return _chosen(
+            top=mixer.top or 0,
+            flops=(2.0 * mixer.index_heads * mixer.index_dim, attending),
+            num_bytes=(index * token_bytes, (1 - index) * token_bytes),
+        )
+    assert isinstance(mixer, AttentionShape), mixer
+    return CachePart(4.0 * mixer.num_heads * mixer.head_dim / ranks.attention, token_bytes)
+
+
+def _chosen(*, top: int, flops: tuple[float, float], num_bytes: tuple[float, float]) -> CachePart:
+    """flops, num_bytes: of every token, and of those that are chosen."""
+    if not top:
+        return CachePart(sum(flops), sum(num_bytes))
+    return CachePart(flops[0], num_bytes[0], top, flops[1], num_bytes[1])

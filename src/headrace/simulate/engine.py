@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.seam import SAMPLE, EngineFacts, PoolSizes, Section, SectionResult, StepPlan, StepResult
+from headrace.seam import SAMPLE, EngineFacts, Ints, PoolSizes, Section, SectionResult, StepPlan, StepResult
 from headrace.simulate.cost import Cost
+from headrace.simulate.jitter import Floats, Jitter
 from headrace.simulate.work import Ledger, Longs
 
+NOTHING: Ints = np.zeros(0, np.int32)
 START_S = 1.0
 """Where virtual time begins: 0.0 means "not yet" in the times of a request."""
 
@@ -32,7 +34,7 @@ class VirtualClock:
         self.now_s = max(self.now_s, time_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
     done_s: float
     result: StepResult
@@ -46,9 +48,12 @@ class ModelledEngine:
 
     Every token of a request is the same one, made of its id, so requests share what their prompts share and no more.
     A request must end by its length. Copies between tiers are there with their step and take no time.
+
+    Args:
+        seed: of how its steps vary, if they do.
     """
 
-    def __init__(self, facts: EngineFacts, cost: Cost, clock: VirtualClock) -> None:
+    def __init__(self, facts: EngineFacts, cost: Cost, clock: VirtualClock, *, seed: int = 0) -> None:
         self.facts = facts
         self.cost = cost
         self.clock = clock
@@ -58,6 +63,9 @@ class ModelledEngine:
         self.ledger = Ledger(facts.groups, 0)
         self.queue: deque[Pending] = deque()
         """In the order of the plans."""
+        self.num_steps = 0
+        self._jitter = Jitter(cost.calibration.generation_spread, seed=seed)
+        self._context_jitter = Jitter(cost.calibration.context_spread, seed=seed)
         self._token = np.zeros(0, np.int32)
 
     def open(self) -> EngineFacts:
@@ -72,7 +80,9 @@ class ModelledEngine:
         assert len(plan.sections) == 1, "one section is modelled"
         for init in section.inits:
             self._token[init.slot] = self.token_of(init.request_id)
-        seconds = float(self.cost.seconds(self.ledger.take(section)))
+        jitter = self._context_jitter if section.num_context_rows else self._jitter
+        seconds = float(self.cost.seconds(self.ledger.take(section))) * float(jitter.factors(self.num_steps, 1)[0])
+        self.num_steps += 1
         self.clock.pass_by(self.cost.calibration.host_s)
         self.free_s = max(self.clock.now_s, self.free_s) + seconds
         self.busy_s += seconds
@@ -89,6 +99,11 @@ class ModelledEngine:
     def token_of(self, request_id: int) -> int:
         return request_id % self.facts.vocab_size
 
+    def decode_s(self, slots: Longs, num_steps: int) -> Floats:
+        """The time of each of the next steps, if they have one generation row for each of these and nothing else."""
+        seconds = self.cost.seconds(self.ledger.decode(slots, num_steps))
+        return self._jitter.factors(self.num_steps, num_steps) * seconds
+
     def skip(self, slots: Longs, num_steps: int, *, done_s: list[float], free_s: float, busy_s: float) -> None:
         """So many decode steps of these slots have been worked out by somebody else.
 
@@ -96,14 +111,18 @@ class ModelledEngine:
             done_s: when each of the results in flight will be there now.
         """
         self.ledger.length[slots] += num_steps
+        self.num_steps += num_steps
         self.free_s = free_s
         self.busy_s += busy_s
-        self.queue = deque(replace(each, done_s=time_s) for time_s, each in zip(done_s, self.queue, strict=True))
+        for time_s, pending in zip(done_s, self.queue, strict=True):
+            pending.done_s = time_s
 
     def _result(self, plan: StepPlan, section: Section, seconds: float) -> StepResult:
         accepted = (section.flags & SAMPLE).astype(np.int32)
         tokens = self._token[section.slot[accepted > 0]]
-        moved = np.concatenate([section.copies[:, 0], section.transfers[:, 0]])
+        moved = NOTHING
+        if len(section.copies) or len(section.transfers):
+            moved = np.concatenate([section.copies[:, 0], section.transfers[:, 0]])
         done = {command.id: {"error": ""} for command in plan.commands}
         answer = SectionResult(accepted, tokens)
         return StepResult(plan.step, (answer,), finished_copies=moved, finished_commands=done, forward_s=seconds)

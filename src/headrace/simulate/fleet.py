@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.bench.pace import Closed, Pace, Turns
 from headrace.bench.record import Record
 from headrace.bench.workload import Task
+from headrace.runtime.settle import settle
 from headrace.simulate.instance import Instance
 from headrace.simulate.model import Model
 from headrace.simulate.routing import Loads, Router, round_robin
@@ -35,7 +38,11 @@ class Fleet:
 
     def __init__(self, model: Model, *, num_instances: int = 1, fast: bool = True) -> None:
         """fast: see `Instance`."""
-        self.instances = [Instance(model.args, model.facts, model.cost, fast=fast) for _ in range(num_instances)]
+        settled = settle(model.args, model.facts)
+        with _no_collection():
+            self.instances = [
+                Instance(model, number=number, settled=settled, fast=fast) for number in range(num_instances)
+            ]
         self._num_asked = 0
 
     def run(
@@ -61,7 +68,8 @@ class Fleet:
             progress=progress,
         )  # fmt: skip
         self._num_asked += len(tasks)
-        record = run.play(start_s)
+        with _no_collection():
+            record = run.play(start_s)
         duration_s = max(record.duration_s, 1e-12)
         return Outcome(
             record=record,
@@ -71,10 +79,12 @@ class Fleet:
         )
 
     def warm_up(self, tasks: Sequence[Task]) -> None:
-        """One run of these on every instance: what a scheduler learns from its steps, it knows then."""
+        """One run of these on the first instance: what a scheduler learns from its steps, all of them know then."""
         if tasks:
-            count = len(self.instances)
-            self.run([task for task in tasks for _ in range(count)], pace=Closed(count), cache_salt="warm-up")
+            first, *others = self.instances
+            self.run(tasks, pace=Closed(1), router=lambda request, targets, loads: 0, cache_salt="warm-up")
+            for each in others:
+                each.learn_from(first)
 
     def close(self) -> None:
         for instance in self.instances:
@@ -83,6 +93,18 @@ class Fleet:
     @property
     def _num_preempted(self) -> int:
         return sum(instance.loop.stats.totals.preempted for instance in self.instances)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A fleet has millions of objects and no garbage in cycles: to look for some would take a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Run:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from headrace import wire
-from headrace.config.llm_args import LlmArgs
 from headrace.runtime.core import open_core
+from headrace.runtime.settle import Settled
 from headrace.scheduler.scheduler import Outbox
-from headrace.seam import EngineFacts
 from headrace.simulate.ahead import Ahead, look_ahead
-from headrace.simulate.cost import Cost
 from headrace.simulate.engine import ModelledEngine, VirtualClock
+from headrace.simulate.model import Model
 from headrace.simulate.tally import Tally
 from headrace.simulate.work import Longs
 from headrace.types import Delta, Request
@@ -42,7 +40,7 @@ class Inbox:
             self.tally.add(outbox.ids, now_s)
         for delta in outbox.deltas:
             if delta.tokens:
-                self.tally.add(np.array([delta.id], np.int64), now_s)
+                self.tally.add_one(delta.id, now_s)
             if delta.finish is not None:
                 self.tally.end(delta, now_s)
                 self.ended.append((now_s, delta))
@@ -55,13 +53,16 @@ class Instance:
     """`turn` and `put` are called in the order of time by who owns several of them.
 
     Args:
+        number: tells it apart from others of a fleet.
+        settled: of the model's arguments and facts.
         fast: work out runs of equal steps at once; the result is the same either way.
     """
 
-    def __init__(self, args: LlmArgs, facts: EngineFacts, cost: Cost, *, fast: bool = True) -> None:
+    def __init__(self, model: Model, *, number: int = 0, settled: Settled | None = None, fast: bool = True) -> None:
+        args = model.args
         self.clock = VirtualClock()
-        self.engine = ModelledEngine(facts, cost, self.clock)
-        self.core = open_core(args, self.engine, clock=self.clock)
+        self.engine = ModelledEngine(model.facts, model.cost, self.clock, seed=number)
+        self.core = open_core(args, self.engine, clock=self.clock, settled=settled)
         self.inbox = Inbox(self.clock, Tally(0))
         self.loop = self.core.loop(args, self.inbox)
         self.version = 0
@@ -69,6 +70,7 @@ class Instance:
         self._fast = fast
         self._ahead: Ahead | None = None
         self._is_quiet = False
+        self._may_look = False
 
     @property
     def has_work(self) -> bool:
@@ -95,15 +97,26 @@ class Instance:
         self.inbox.messages.append(wire.Submit([request]))
 
     def turn(self) -> list[tuple[float, Delta]]:
-        """Everything until `next_s`, or one turn of the loop. Returns who ended, and when."""
+        """One turn of the loop, or a look at how many can be made at once, or those. Returns who ended, and when."""
         if self._ahead is not None:
             self._make(self._ahead, self._ahead.num_turns)
-        else:
-            self._real_turn()
-        if self._fast and not (self.inbox.messages or self.inbox.ended):
+            self._may_look = False  # somebody is about to end
+            return []
+        if self._fast and self._may_look and not self.inbox.messages:
             self._ahead = look_ahead(self.core, self.engine, is_quiet=self._is_quiet)
+        if self._ahead is not None:
+            return []
+        self._real_turn()
+        self._may_look = True
         ended, self.inbox.ended = self.inbox.ended, []
         return ended
+
+    def learn_from(self, other: Instance) -> None:
+        """What that one's scheduler has measured of its steps."""
+        scheduler = self.core.scheduler
+        scheduler.pace = copy(other.core.scheduler.pace)
+        for section in scheduler.sections:
+            section.kv.set_prefill_speed(scheduler.pace.prefill_speed)
 
     def match(self, request: Request) -> int:
         """Tokens of the prompt that its cache would bring now."""

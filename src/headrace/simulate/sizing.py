@@ -49,5 +49,5 @@ def fewest_instances(
 
 def _best(trials: list[Trial]) -> str:
     best = max(trials, key=lambda trial: trial.share)
-    count = f"{best.num_instances} instance{'' if best.num_instances == 1 else 's'}"
-    return f"{count} keep it for {best.share:.1%} of the requests"
+    count = "1 instance keeps" if best.num_instances == 1 else f"{best.num_instances} instances keep"
+    return f"{count} it for {best.share:.1%} of the requests"

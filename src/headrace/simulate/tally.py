@@ -16,6 +16,8 @@ from headrace.types import Delta
 MAX_GAPS = 2_000_000
 """Gaps between tokens that quantiles are taken of; beyond it each stands for several."""
 
+ONE = np.ones(1, np.int64)
+
 Floats = NDArray[np.float64]
 
 
@@ -35,18 +37,23 @@ class Tally:
         self._weights: list[Longs] = []
 
     def add(self, ids: Longs, time_s: float) -> None:
-        """One token for each of these requests."""
+        """One token for each of these requests; none is a first one."""
         requests = ids - self._first_id
-        before = self.last_s[requests]
-        is_first = np.isnan(before)
-        if is_first.any():
-            self.first_s[requests[is_first]] = time_s
-            before = before[~is_first]
-        if len(before):
-            self._gaps.append(time_s - before)
-            self._weights.append(np.ones(len(before), np.int64))
+        self._gaps.append(time_s - self.last_s[requests])
+        self._weights.append(np.ones(len(requests), np.int64))
         self.last_s[requests] = time_s
         self.count[requests] += 1
+
+    def add_one(self, request_id: int, time_s: float) -> None:
+        """A token that comes with other news."""
+        request = request_id - self._first_id
+        if self.count[request]:
+            self._gaps.append(np.array([time_s - self.last_s[request]]))
+            self._weights.append(ONE)
+        else:
+            self.first_s[request] = time_s
+        self.last_s[request] = time_s
+        self.count[request] += 1
 
     def add_run(self, ids: Longs, times_s: Floats) -> None:
         """One token for each at each of these times; none is a first one."""

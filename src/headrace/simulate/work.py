@@ -43,17 +43,20 @@ class Ledger:
         return self._work(start, count, num_sampled=int(np.count_nonzero(section.flags & SAMPLE)))
 
     def _work(self, start: Longs, count: Longs, *, num_sampled: int) -> Work:
+        num_rows, num_tokens, num_cached = len(count), int(count.sum()), int(start.sum())
         pairs: list[int] = []
         reads: list[int] = []
         for group in self.groups:
             if group.is_recurrent:
-                pairs.append(int(count.sum()))
-                reads.append(len(count))
-                continue
-            pairs.append(int(_pairs(start, count, group.window).sum()))
-            seen = start + count
-            reads.append(int((seen if group.window is None else np.minimum(seen, group.window - 1 + count)).sum()))
-        return Work(len(count), int(count.sum()), num_sampled, tuple(pairs), tuple(reads))
+                pairs.append(num_tokens)
+                reads.append(num_rows)
+            elif group.window is None:
+                pairs.append(int(count @ start) + (int(count @ count) + num_tokens) // 2)
+                reads.append(num_cached + num_tokens)
+            else:
+                pairs.append(int(_pairs(start, count, group.window).sum()))
+                reads.append(int(np.minimum(start + count, group.window - 1 + count).sum()))
+        return Work(num_rows, num_tokens, num_sampled, tuple(pairs), tuple(reads))
 
     def decode(self, slots: Longs, num_steps: int) -> Work:
         """Of the next steps that have one generation row for each of these slots and nothing else."""
@@ -70,9 +73,7 @@ class Ledger:
         return Work(len(slots), len(slots), len(slots), tuple(seen), tuple(seen))
 
 
-def _pairs(start: Longs, count: Longs, window: int | None) -> Longs:
+def _pairs(start: Longs, count: Longs, window: int) -> Longs:
     """[rows] Sum over the row's tokens of the tokens that each one sees, itself included."""
-    if window is None:
-        return count * start + count * (count + 1) // 2
     growing = np.clip(window - start, 0, count)  # tokens that see everything before them
     return growing * start + growing * (growing + 1) // 2 + (count - growing) * window
