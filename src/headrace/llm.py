@@ -10,9 +10,9 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from headrace import wire
+from headrace import env, log, wire
 from headrace.config.llm_args import LlmArgs
 from headrace.config.resolution import resolve
 from headrace.front.builder import RequestOptions
@@ -28,18 +28,17 @@ from headrace.front.request_output import RequestOutput
 from headrace.front.text_side import load_text_side
 from headrace.front.tracing import open_tracer
 from headrace.hub.source import ModelSource, resolve_model
-from headrace.params import SamplingParams
+from headrace.params import (
+    ConversationParams,
+    DisaggregatedParams,
+    KvCacheRetentionConfig,
+    LoRARequest,
+    SamplingParams,
+    SchedulingParams,
+)
+from headrace.server.caps import limits_of
 from headrace.text.tokenizer import Tokenizer
 from headrace.types import PinInfo
-
-if TYPE_CHECKING:
-    from headrace.params import (
-        ConversationParams,
-        DisaggregatedParams,
-        KvCacheRetentionConfig,
-        LoRARequest,
-        SchedulingParams,
-    )
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestError", "RequestFailed", "RequestOutput", "RuntimeFailure"]
 
@@ -109,7 +108,12 @@ class LLM:
             text = load_text_side(args, source)
             self._info = self._client.wait_ready()
             self._desk = Desk(
-                self._client, text, self._info, processors=_LocalProcessors(), timeout_s=args.request_timeout_s
+                self._client,
+                text,
+                self._info,
+                processors=_LocalProcessors(),
+                reasoning=partial(limits_of, args.reasoning_parser, self._info),
+                timeout_s=args.request_timeout_s,
             )
         except BaseException as error:
             self.shutdown()
@@ -139,12 +143,8 @@ class LLM:
             RequestError: bad input in any prompt; then none is answered.
             RequestFailed: the engine could not finish some; `outputs` of the error has all of them.
         """
-        refuse(
-            lora_request=lora_request,
-            prompt_adapter_request=prompt_adapter_request,
-            disaggregated_params=disaggregated_params,
-            scheduling_params=scheduling_params,
-        )
+        refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request,
+               disaggregated_params=disaggregated_params, scheduling_params=scheduling_params)  # fmt: skip
         single = is_one_prompt(inputs)
         prompts: list[Any] = [inputs] if single else list(inputs)
         count = len(prompts)
@@ -186,12 +186,8 @@ class LLM:
         Raises:
             RequestError: bad input.
         """
-        refuse(
-            lora_request=lora_request,
-            prompt_adapter_request=prompt_adapter_request,
-            disaggregated_params=disaggregated_params,
-            scheduling_params=scheduling_params,
-        )
+        refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request,
+               disaggregated_params=disaggregated_params, scheduling_params=scheduling_params)  # fmt: skip
         if not is_one_prompt(inputs):
             raise ValueError("generate_async takes one prompt: call it for each")
         options = options_of(priority, cache_salt, kv_cache_retention_config, conversation_params)
@@ -361,10 +357,11 @@ def open_default_runtime(args: LlmArgs, source: ModelSource, on_message: Callabl
 
     from headrace.runtime.launch import LocalRuntime, RuntimeProcess
 
+    log.setup_if_asked(env.asked_log_level())
     if torch.cuda.is_available():
         from headrace.front.socket_link import SocketLink
 
-        return SocketLink(RuntimeProcess(args, source), on_message)
+        return SocketLink(RuntimeProcess(args, source, log_level=log.level_here()), on_message)
     return LocalRuntime(args, source, on_message)
 
 

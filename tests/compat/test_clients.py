@@ -5,14 +5,10 @@ They want packages of their own and are tried in an environment beside the proje
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import asyncio
 from typing import Any
 
 import pytest
-
-from tests.server.test_real import Real
-from tests.server.test_service import until
 
 pytestmark = pytest.mark.slow
 
@@ -27,17 +23,6 @@ PARAMETERS = {
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[str]:
-    server = Real(tmp_path_factory.mktemp("compat") / "log", flags=("--tool_parser", "hermes"))
-    try:
-        assert until(server.is_ready, 120), server.log.read_text()
-        yield server.url
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
 def test_litellm(url: str) -> None:
     litellm = pytest.importorskip("litellm", reason="litellm is not installed")
     to: Any = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none", "temperature": 0}
@@ -50,6 +35,14 @@ def test_litellm(url: str) -> None:
     assert litellm.completion(messages=said, tools=TOOLS, tool_choice="none", max_tokens=4, **to).usage.prompt_tokens
     chunks = list(litellm.completion(messages=QUESTION, stream=True, max_tokens=12, **to))
     assert "Paris" in litellm.stream_chunk_builder(chunks).choices[0].message.content
+    chunks = list(litellm.completion(messages=said[:1], tools=TOOLS, tool_choice="required", stream=True,
+                                     parallel_tool_calls=False, max_tokens=100, **to))  # fmt: skip
+    (streamed,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+    anthropic = {"model": f"anthropic/{MODEL}", "api_base": url, "api_key": "none", "temperature": 0}
+    assert "Paris" in litellm.completion(messages=QUESTION, max_tokens=12, **anthropic).choices[0].message.content
+    chunks = list(litellm.completion(messages=QUESTION, stream=True, max_tokens=12, **anthropic))
+    assert "Paris" in litellm.stream_chunk_builder(chunks).choices[0].message.content
 
 
 def test_langchain(url: str) -> None:
@@ -61,6 +54,14 @@ def test_langchain(url: str) -> None:
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
     assert model.bind(max_tokens=4).invoke([("user", "Weather in Paris?"), asked, result]).usage_metadata
     assert "Paris" in "".join(piece.content for piece in model.stream("What is the capital of France?"))
+    pieces = list(model.bind_tools(TOOLS, tool_choice="get_weather").stream("Weather in Paris?"))
+    whole = pieces[0]
+    for piece in pieces[1:]:
+        whole += piece
+    assert whole.tool_calls[0]["args"] == call["args"]
+    newer = package.ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=12,
+                               use_responses_api=True)  # fmt: skip
+    assert "Paris" in str(newer.invoke("What is the capital of France?").content)
 
 
 def test_pydantic_ai(url: str) -> None:
@@ -73,4 +74,32 @@ def test_pydantic_ai(url: str) -> None:
     settings = {"max_tokens": 200, "temperature": 0, "parallel_tool_calls": False}
     said = package.Agent(model, output_type=City, model_settings=settings).run_sync("Describe Paris.").output
     assert isinstance(said, City)
-    assert package.Agent(model, model_settings={"max_tokens": 8}).run_sync("What is the capital of France?").output
+    plain = package.Agent(model, model_settings={"max_tokens": 12, "temperature": 0})
+    assert "Paris" in plain.run_sync("What is the capital of France?").output
+
+    async def streamed() -> str:
+        async with plain.run_stream("What is the capital of France?") as answer:
+            return "".join([piece async for piece in answer.stream_text(delta=True)])
+
+    assert "Paris" in asyncio.run(streamed())
+    calls: list[str] = []
+    agent = package.Agent(
+        model, output_type=City, model_settings={**settings, "temperature": 0.9, "seed": 3}, retries=2
+    )
+
+    def get_weather() -> str:
+        """The weather."""
+        calls.append("weather")
+        return "sunny"
+
+    agent.tool_plain(get_weather)
+    assert isinstance(agent.run_sync("What is the weather? Then describe Paris.").output, City)
+
+
+def test_pydantic_ai_with_anthropic(url: str) -> None:
+    package = pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed")
+    models = pytest.importorskip("pydantic_ai.models.anthropic")
+    providers = pytest.importorskip("pydantic_ai.providers.anthropic")
+    model = models.AnthropicModel(MODEL, provider=providers.AnthropicProvider(base_url=url, api_key="none"))
+    agent = package.Agent(model, model_settings={"max_tokens": 12, "temperature": 0})
+    assert "Paris" in agent.run_sync("What is the capital of France?").output

@@ -35,6 +35,21 @@ OURS = """requests_accepted engine_stalls engine_ready engine_stalled steps step
     num_requests_admitted num_requests_preempted num_tokens_waiting queue_oldest_seconds grammar_compile_seconds
     kv_cache_cached_blocks kv_cache_pinned_blocks kv_cache_disk_write_bytes kv_cache_disk_read_bytes
     kv_cache_evicted_blocks kv_cache_failed_transfers requests request_abort step_tokens"""
+SECONDS = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
+PERPLEXITIES = "1 2 5 10 25 50 100 500 1000"
+BUCKETS = {
+    "e2e_request_latency_seconds": SECONDS,
+    "request_queue_time_seconds": SECONDS,
+    "request_decode_time_seconds": SECONDS,
+    "request_inference_time_seconds": SECONDS,
+    "time_to_first_token_seconds": ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560",
+    "time_per_output_token_seconds": ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80",
+    "request_prefill_time_seconds": ".001 .005 .01 .025 .05 .1 .25 .5 1 2.5 5 10 20 40 80 160 640 2560",
+    "prompt_cached_tokens_per_request": "0 64 128 256 512 1024 2048 4096 8192",
+    "prefill_perplexity": PERPLEXITIES,
+    "generation_perplexity": PERPLEXITIES,
+    "prefill_batch_tokens": "64 128 256 512 1024 2048 4096 8192 16384 32768",
+}
 LABELS = {
     "request_success": "finished_reason",
     "request_error": "http_code",
@@ -60,6 +75,13 @@ def test_the_reference_has_them(metrics_text: str, kind: str, names: str) -> Non
         family = found.get(f"trtllm_{name}")
         assert family is not None and family.type == kind, name
         assert name not in INFOS or [sample.value for sample in family.samples] == [1]
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS.split())
+def test_buckets_are_the_reference_s(metrics_text: str, name: str) -> None:
+    samples = families(metrics_text)[f"trtllm_{name}"].samples
+    bounds = [float(sample.labels["le"]) for sample in samples if sample.name.endswith("_bucket")]
+    assert bounds == [*map(float, BUCKETS[name].split()), float("inf")]
 
 
 def test_labels(metrics_text: str) -> None:

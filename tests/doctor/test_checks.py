@@ -92,6 +92,7 @@ def test_a_machine_without_faults_has_no_findings() -> None:
         ("system.processes", "warning", {"limits": Limits(65_536, 65_536, 100)}, {}),
         ("system.vectors", "warning", {"processor": replace(FACTS.processor, features=frozenset({"sse2"}))}, {}),
         ("system.cores", "warning", {"processor": replace(FACTS.processor, num_usable=1.0)}, {}),
+        ("system.load", "note", {"processor": replace(FACTS.processor, load=12.5)}, {}),
         ("system.numa", "note", {"processor": replace(FACTS.processor, num_nodes=2, num_allowed_nodes=2)}, {}),
         ("system.governor", "note", {"processor": replace(FACTS.processor, governor="powersave")}, {}),
         ("folders.writable", "warning", folder(is_writable=False), {}),

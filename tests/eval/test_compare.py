@@ -64,3 +64,11 @@ def test_results_of_lm_eval_are_paired_by_document() -> None:
     assert task_items(a)[0]["values"] == {"acc": 0.0}
     (found,) = compare_tasks(a, b)
     assert (found.metric, found.verdict, found.num_items) == ("toy/acc", "better", 8)
+
+
+def test_few_items_have_no_verdict() -> None:
+    """A single window that got worse has an interval of one point, which says nothing."""
+    one = compare_perplexities([-100.0], [-130.0], [50])
+    assert one.verdict == "no difference shown" and "too few" in one.method and one.difference > 0.5
+    assert compare_perplexities([-100.0] * 6, [-130.0] * 6, [50] * 6).verdict == "worse"
+    assert compare_means("score", [0.1, 0.2], [0.5, 0.6]).verdict == "no difference shown"

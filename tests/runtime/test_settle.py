@@ -32,6 +32,10 @@ def settled(facts: EngineFacts = FACTS, **changes: Any) -> Any:
     return settle(LlmArgs.model_validate({"model": "m", **changes}), facts)
 
 
+def pools_bytes(num_blocks: tuple[int, ...]) -> int:
+    return sum(count * group.block_bytes(32) for count, group in zip(num_blocks, FACTS.groups, strict=True))
+
+
 def rows(result: Any) -> dict[str, int]:
     return {row.name: row.size_bytes for row in result.memory.rows}
 
@@ -40,9 +44,11 @@ def test_the_smallest_of_three_rules() -> None:
     slots = rows(settled())["slots"]
     for fraction in (0.5, 0.9):
         blocks = settled(kv_cache_config={"free_gpu_memory_fraction": fraction}).sizes.num_blocks
-        assert blocks[0] == blocks[1] == int((10 * GIB - slots) * fraction) // PER_BLOCK
+        budget = int((10 * GIB - slots) * fraction)
+        assert 0 <= budget - pools_bytes(blocks) < PER_BLOCK and blocks[0] > 10 * blocks[1]
     assert settled(kv_cache_config={"max_tokens": 1000}).usable_blocks == 31
-    assert settled(kv_cache_config={"max_gpu_total_bytes": GIB}).sizes.num_blocks[0] == GIB // PER_BLOCK
+    capped = settled(kv_cache_config={"max_gpu_total_bytes": GIB}).sizes.num_blocks
+    assert 0 <= GIB - pools_bytes(capped) < PER_BLOCK
     both = {"max_tokens": 100, "max_gpu_total_bytes": GIB}
     assert settled(kv_cache_config=both).usable_blocks == 3
 
@@ -53,9 +59,9 @@ def test_every_group_has_its_blocks_and_the_dummy() -> None:
 
 def test_a_cpu_pool_is_capped_unless_told() -> None:
     facts = dataclasses.replace(FACTS, device="cpu, 2 threads")
-    assert settled(facts).sizes.num_blocks[0] == CPU_POOL_CAP_BYTES // PER_BLOCK
+    assert 0 <= CPU_POOL_CAP_BYTES - pools_bytes(settled(facts).sizes.num_blocks) < PER_BLOCK
     told = settled(facts, kv_cache_config={"max_gpu_total_bytes": 8 * GIB})
-    assert told.sizes.num_blocks[0] == 8 * GIB // PER_BLOCK
+    assert 0 <= 8 * GIB - pools_bytes(told.sizes.num_blocks) < PER_BLOCK
 
 
 @pytest.mark.parametrize(("wanted", "length"), [(None, 4096), ("auto", 4096), (128, 128)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def test_window_promises_are_kept_side_by_side() -> None:
     while driver.scheduler.has_work:
         driver.step()
         most = max(most, driver.scheduler.num_active)
-    assert most == 2 and all(driver.finish_of(request_id) == "length" for request_id in range(1, 7))
+    assert most == 3 and all(driver.finish_of(request_id) == "length" for request_id in range(1, 7))
 
 
 @pytest.mark.parametrize("policy", ["MAX_UTILIZATION", "GUARANTEED_NO_EVICT"])
@@ -62,6 +63,26 @@ def test_a_pinned_prompt_stays(policy: str) -> None:
     driver.drain()
     assert max(delta.cached_tokens for delta in driver.deltas if delta.id == 101) == 8
     assert driver.scheduler.unpin("system") and not driver.scheduler.unpin("system")
+
+
+def test_a_pin_that_leaves_less_room_than_requests_may_need_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)  # a setup of another test may end it
+    driver = Driver(num_blocks=20)
+    longest = driver.cache.max_tokens()
+    with caplog.at_level("WARNING", logger="headrace"):
+        driver.add(1, 9, pin="system", max_tokens=2)
+        driver.drain()
+    left = driver.cache.max_tokens()
+    assert left < longest <= driver.scheduler.settings.max_seq_len
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "'system' is pinned" in line and f"room for {left} tokens and not for {longest}" in line
+    large = Driver(num_blocks=20, max_seq_len=left - 8)
+    caplog.clear()
+    large.add(1, 9, pin="system", max_tokens=2)
+    large.drain()
+    assert large.scheduler.pins() and not caplog.records
 
 
 def test_a_refused_pin_does_not_fail_the_request() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -151,8 +152,7 @@ def main() -> int:
     if not wanted.get("never_ready"):
         ready.set()
     runtime = FakeRuntimeProcess(loop=FakeLoop(fake_info()), step_s=wanted.get("step_s", 0.01), ready_after=ready)
-    if "die_after_s" in wanted:
-        threading.Timer(wanted["die_after_s"], lambda: runtime.kill(-9, "OSError: the disk is on fire")).start()
+    signal.signal(signal.SIGUSR1, lambda *_: runtime.kill(-9, "OSError: the disk is on fire"))
     with tempfile.TemporaryDirectory() as folder:
         listener = bind("127.0.0.1", wanted.get("port", 0))
         print(url_of(listener), flush=True)

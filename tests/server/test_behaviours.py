@@ -31,7 +31,9 @@ The numbers are rows of the project's list of behaviours.
     143 keys                          test_service.py, test_operations.py
     148 linear parsers                parsers/test_kit.py
 
-Not built: 90's thinking budget, 93's opt-in, 133 to 142 (adapters, images, disaggregation).
+Every field of every API: test_field_matrix.py, test_field_errors.py (99). 23: tests/test_llm_scoring.py. 90:
+twin/test_thinking.py, test_thinking_real.py, tests/test_llm_thinking.py. 124: engine/test_kv_scales.py.
+Not built: 133 to 142 (adapters, images, disaggregation).
 """
 
 from __future__ import annotations
@@ -198,7 +200,10 @@ def test_log_probabilities_are_finite(real: Real, fields: dict[str, Any]) -> Non
 
 
 def test_ids_out_of_the_vocabulary(real: Real) -> None:
-    for fields in ({"logit_bias": {"49152": 1}}, {"stop_token_ids": [49152]}, {"bad_token_ids": [49152]}):
+    cases: list[dict[str, Any]] = [
+        {"logit_bias": {"49152": 1}}, {"stop_token_ids": [49152]}, {"bad_token_ids": [49152]}
+    ]  # fmt: skip
+    for fields in cases:
         error = ask(real, prompt="a", status=400, **fields)["error"]
         assert "49152" in error["message"] and "vocabulary has 49152 ids" in error["message"]
     for prompt in ([-1], [[5], [2**40]]):
@@ -212,7 +217,9 @@ def test_edges_of_sampling(real: Real) -> None:
     for fields in cold:
         body = {"temperature": 1, **fields}
         assert ask(real, prompt=FRANCE, max_tokens=4, **body)["choices"][0]["text"] == expected
-    for fields in ({"repetition_penalty": 1e30}, {"top_p": 1e-320}, {"temperature": 1000}, {"no_repeat_ngram_size": 1}):
+    hot: list[dict[str, Any]] = [{"repetition_penalty": 1e30}, {"top_p": 1e-320}, {"temperature": 1000},
+                                 {"no_repeat_ngram_size": 1}]  # fmt: skip
+    for fields in hot:
         assert ask(real, prompt=FRANCE, max_tokens=4, **fields)["usage"]["completion_tokens"] <= 4
     token = ask(real, prompt=FRANCE, max_tokens=1, temperature=0, return_token_ids=True)["choices"][0]["token_ids"][0]
     biased = ask(real, prompt=FRANCE, max_tokens=1, temperature=0, logit_bias={str(token): -100})["choices"][0]["text"]
@@ -276,6 +283,45 @@ def test_cached_prompts(real: Real) -> None:
         assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
         other = ask(real, **{**body, "cache_salt": "yours"})
         assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+EVERY_API: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": QUESTION, "max_tokens": 3},
+    "completions": {"prompt": FRANCE, "max_tokens": 3},
+    "responses": {"input": FRANCE, "max_output_tokens": 3},
+    "messages": {"messages": QUESTION, "max_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", EVERY_API)
+def test_one_id_and_where_the_time_went(real: Real, api: str, stream: bool) -> None:
+    """The client's name for a request is in the header and in the one log line of its end; its reply's is in both."""
+    mine = f"mine-{api.replace('/', '-')}-{stream}"
+    body = {**EVERY_API[api], "stream": stream, "return_timing": True, "ignore_eos": True}
+    started = time.monotonic()
+    answer = httpx.post(f"{real.url}/v1/{api}", json=body, headers={"x-request-id": mine}, timeout=60)
+    took_ms = (time.monotonic() - started) * 1000
+    assert answer.status_code == 200 and answer.headers["x-request-id"] == mine
+    bodies = [json.loads(answer.text)] if not stream else [
+        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]  # fmt: skip
+    told = [one for body in bodies for one in (body, body.get("response", {}), body.get("message", {}))]
+    (own,) = {one["id"] for one in told if "id" in one}
+    assert own == mine or own.startswith(("resp_", "msg_"))
+    usage = [one["usage"] for one in told if one.get("usage")][-1]
+    timing = usage["timing"]
+    assert timing.keys() == {"queue_ms", "prefill_ms", "decode_ms"} and timing["prefill_ms"] > 0
+    assert 0 < sum(timing.values()) <= took_ms + 1
+    if not stream:
+        spans = {
+            part.split(";dur=")[0]: float(part.split("=")[1]) for part in answer.headers["server-timing"].split(", ")
+        }
+        assert spans == pytest.approx({name.removesuffix("_ms"): value for name, value in timing.items()}, rel=1e-3)
+    cached = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    assert type(cached["cached_tokens"] if cached else usage["cache_read_input_tokens"]) is int
+    lines = [line for line in real.log.read_text().splitlines() if mine in line]
+    assert len(lines) == 1 and own in lines[0] and "ended: length" in lines[0] and "+ 3 tokens" in lines[0], lines
 
 
 def test_cancels_free_everything(real: Real) -> None:

@@ -114,3 +114,17 @@ def test_a_stream_that_fails_ends_once_and_is_logged_by_both_names(
     assert told == events[-1:]
     assert datas.count("[DONE]") == (path in ("/v1/chat/completions", "/v1/completions"))
     assert any("mine-1" in record.getMessage() and "failed" in record.getMessage() for record in caplog.records)
+
+
+def test_an_unknown_field_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests have it, on whichever API; each reply lists it."""
+    monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)
+    with running(tmp_path) as server:
+        for path in [*APIS, *APIS]:
+            body = {"model": MODEL, **APIS[path], "colour": "red", "user": "u", "metadata": {"a": "b"}}
+            answer = httpx.post(server.url + path, json=body, timeout=20)
+            assert answer.status_code == 200 and answer.headers["x-headrace-warnings"] == "unknown fields: colour"
+    lines = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
+    assert len(lines) == 1 and "'colour'" in lines[0]

@@ -97,10 +97,46 @@ def test_they_are_one_server(several: Several) -> None:
         assert value(series, "requests_total", finish_reason="length") == 48
         assert value(series, "time_to_first_token_seconds_count") == 48
         assert value(series, "num_requests_completed_total") == 48
+    ended_in_all_ways_adds_up(several)
     several.process.send_signal(signal.SIGHUP)
     assert several.process.wait(20) == 0
     assert "SIGHUP: stopping" in several.log.read_text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in fronts)
+
+
+def ended_in_all_ways_adds_up(several: Several) -> None:
+    """Refused ones aren't accepted; whoever was accepted has one end, and a first token or none."""
+    assert [several.complete(max_tokens=-1).status_code for _ in range(5)] == [400] * 5
+    assert [several.complete(max_tokens=1).status_code for _ in range(5)] == [200] * 5
+    for number in range(12):
+        with (
+            httpx.Client(timeout=20) as client,
+            client.stream(
+                "POST",
+                f"{several.url}/v1/completions",
+                json={"prompt": f"ab{number}", "max_tokens": 400, "ignore_eos": True, "stream": True},
+            ) as answer,
+        ):
+            if number % 2:
+                next(answer.iter_lines())  # the other half leaves before it reads anything
+
+    def series() -> Series:
+        return series_of(several.get("/metrics").text)
+
+    def ended(found: Series) -> float:
+        return sum(count for (name, _), count in found.items() if name == "trtllm_requests_total")
+
+    assert until(lambda: ended(series()) == 48 + 5 + 12, 20)
+    for _ in range(4):
+        found = series()
+        assert value(found, "requests_accepted_total") == ended(found) == 48 + 5 + 12
+        assert value(found, "request_error_total", http_code="400") == 5
+        aborted = value(found, "requests_total", finish_reason="abort")
+        assert 6 <= aborted <= 12
+        assert value(found, "num_requests_completed_total") + aborted >= 48 + 5 + 12
+        first = value(found, "time_to_first_token_seconds_count")
+        assert 48 + 5 + 6 <= first <= 48 + 5 + 12
+        assert value(found, "e2e_request_latency_seconds_count") <= 48 + 5 + 12
 
 
 def server_of(several: Several) -> int:

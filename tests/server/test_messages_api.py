@@ -160,10 +160,10 @@ def test_a_fault_in_the_middle_is_an_error_event(folder: Path) -> None:
 
 
 def test_unknown_fields_are_told(server: Server) -> None:
-    body = {"model": "fake:1", "max_tokens": 2, "messages": HELLO, "colour": "red", "n": 2, "top_k": 3,
+    body = {"model": "fake:1", "max_tokens": 2, "messages": HELLO, "colour": "red", "logprobs": True, "top_k": 3,
             "metadata": {"user_id": "u"}}  # fmt: skip
     answer = httpx.post(f"{server.url}/v1/messages", json=body)
-    assert answer.headers["x-headrace-warnings"] == "unknown fields: colour, n"
+    assert answer.headers["x-headrace-warnings"] == "unknown fields: colour, logprobs"
     assert json.loads(answer.content)["usage"]["output_tokens"] == 2
 
 

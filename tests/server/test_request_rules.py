@@ -11,7 +11,7 @@ import pytest
 
 from headrace.server.rules import RequestRules
 
-from .harness import MODEL, Server
+from .harness import MODEL, Server, events_of
 from .test_tools import HI, Told, serving
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -124,3 +124,26 @@ def test_stop_strings_in_the_reasoning(server: Server, told: Told, stream: bool)
     choice = post(server, stop=".", stop_in_reasoning=True).json()["choices"][0]
     assert choice["message"]["reasoning_content"] == "one" and not choice["message"]["content"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ".")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_ends_while_it_thinks(server: Server, told: Told, stream: bool) -> None:
+    """It has said all it had to say: `stop`, no content, and what it thought is reasoning."""
+    told.says = "hm"
+    if stream:
+        chunks = [c for e in events_of(post(server, stream=True).text)[:-1] for c in e["choices"]]
+        deltas = [chunk["delta"] for chunk in chunks]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
+        assert not any(delta.get("content") for delta in deltas) and chunks[-1]["finish_reason"] == "stop"
+        return
+    answer = post(server).json()
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert message["content"] is None and message["reasoning_content"] == "hm" and choice["finish_reason"] == "stop"
+    details = answer["usage"]["completion_tokens_details"]
+    assert (details["reasoning_tokens"], answer["usage"]["completion_tokens"]) == (2, 3), "the end is no reasoning"
+    response = post(server, "/v1/responses", messages=None, input="hi").json()
+    (item,) = response["output"]
+    assert (item["type"], item["status"], response["status"]) == ("reasoning", "completed", "completed")
+    said = post(server, MESSAGES, max_tokens=50).json()
+    assert [block["type"] for block in said["content"]] == ["thinking"] and said["stop_reason"] == "end_turn"

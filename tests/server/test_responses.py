@@ -225,10 +225,10 @@ def test_mistakes_are_named_before_the_first_byte(
 
 
 def test_unknown_fields_have_no_effect_and_are_told(server: Server) -> None:
-    body = {"model": "fake:1", "input": "hello", "max_output_tokens": 2, "n": 3, "colour": "red", "top_k": 5}
+    body = {"model": "fake:1", "input": "hello", "max_output_tokens": 2, "echo": True, "colour": "red", "top_k": 5}
     answer = httpx.post(f"{server.url}/v1/responses", json=body)
     assert len(answer.json()["output"]) == 1
-    assert answer.headers["x-headrace-warnings"] == "unknown fields: n, colour"
+    assert answer.headers["x-headrace-warnings"] == "unknown fields: echo, colour"
 
 
 def test_logprobs_of_the_text(server: Server) -> None:

@@ -128,9 +128,10 @@ def test_a_signal_while_loading_ends_it_at_once(number: signal.Signals) -> None:
 
 
 def test_a_dead_runtime_ends_the_process_with_its_cause_last() -> None:
-    with process(step_s=0.02, die_after_s=1.5) as server:
+    with process(step_s=0.02) as server:
         server.wait_ready()
         thread, lines, _ = server.start_stream()
+        server.child.send_signal(signal.SIGUSR1)
         thread.join(20)
         events = events_of("".join(lines))
         assert events[-1] == "[DONE]" and "disk is on fire" in events[-2]["error"]["message"]

@@ -146,6 +146,32 @@ def test_refusals_before_the_first_byte(real: Real, fields: Any, param: str, wor
         completion(real, **fields)
 
 
+BANNED: dict[str, Any] = {"bad": ["7", "8"]}
+"""With it the grammars below have no token to go on with: at once, or behind "a"."""
+
+
+@pytest.mark.parametrize("api", ["completions", "chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_token_is_left(real: Real, api: str, stream: bool) -> None:
+    """The request's own fault, found by the engine: a 400 with a code of its own, or the last event of a stream."""
+    bodies: dict[str, dict[str, Any]] = {
+        "completions": {"prompt": "a", "max_tokens": 9},
+        "chat/completions": {"messages": QUESTION, "max_tokens": 9},
+        "responses": {"input": "a", "max_output_tokens": 9},
+        "messages": {"messages": QUESTION, "max_tokens": 9},
+    }
+    body = {**bodies[api], "guided_regex": "[78]", "stream": stream, **BANNED}
+    at_once = httpx.post(f"{real.url}/v1/{api}", json=body, timeout=60)
+    assert at_once.status_code == 400, at_once.text
+    error = at_once.json()["error"]
+    assert (error["param"], error["code"], error["type"]) == ("guided_regex", "no_token_left", "invalid_request_error")
+    assert "no token is left" in error["message"]
+    later = httpx.post(f"{real.url}/v1/{api}", json={**body, "guided_regex": "aaaa[78]"}, timeout=60)
+    assert later.status_code == (200 if stream else 400)
+    if stream:
+        assert [line for line in later.text.splitlines() if "data: {" in line][-1].count("no token is left") == 1
+
+
 def test_a_bomb_harms_nobody(real: Real) -> None:
     with ThreadPoolExecutor(2) as pool:
         bomb = pool.submit(completion, real, guided_regex="(a{1000}){1000}b")

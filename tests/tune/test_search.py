@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.bench.report import Lengths, Load, Point, Report, Result, Slo, Spread, Workload
@@ -62,7 +63,7 @@ class Made:
 def test_the_fastest_within_the_limits_is_chosen_and_the_worse_is_not_measured(tmp_path: Path) -> None:
     made = Made()
     best, store = made.search(tmp_path / "wide", ttft_s=2.0)
-    assert best == {"max_batch_size": 16} and made.measured == [{}, {"max_batch_size": 16}]
+    assert best == {"max_batch_size": 16} and made.measured == [{}, {"max_batch_size": 16}] * 2
     outcomes = {trial.settings["max_batch_size"]: trial.outcome for trial in store.journal.trials[1:3]}
     assert outcomes == {4: "pruned", 16: "measured"}
     assert "impossible" in {trial.outcome for trial in store.journal.trials}
@@ -76,9 +77,31 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
     best, _ = first.search(tmp_path, ttft_s=2.0, budget_s=-1.0)
     assert best == {} and first.measured == [{}]
     best, _ = second.search(tmp_path, ttft_s=2.0)
-    assert best == {"max_batch_size": 16} and second.measured == [{"max_batch_size": 16}]
+    assert best == {"max_batch_size": 16} and second.measured == [{"max_batch_size": 16}, {}, {"max_batch_size": 16}]
+    third = Made()
+    assert third.search(tmp_path, ttft_s=2.0)[0] == best and not third.measured
     with pytest.raises(ValueError, match="choose another folder"):
         second.search(tmp_path, ttft_s=1.0)
+
+
+class Lucky(Made):
+    """The second measurement of the larger batch doesn't say what the first one did."""
+
+    def measure(self, settings: dict[str, Any]) -> Report:
+        report = super().measure(settings)
+        if settings and self.measured.count(settings) > 1:
+            return msgspec.structs.replace(report, points=[point(700.0, 0.1)])
+        return report
+
+
+def test_a_gain_that_does_not_hold_is_none(tmp_path: Path) -> None:
+    lucky = Lucky()
+    best, store = lucky.search(tmp_path, ttft_s=2.0)
+    assert best == {} and lucky.measured == [{}, {"max_batch_size": 16}] * 2
+    assert store.journal.best == len(store.journal.trials) - 2
+    short = Lucky()
+    best, _ = short.search(tmp_path / "short", ttft_s=2.0, budget_s=0.0)
+    assert best == {} and short.measured == [{}]
 
 
 def test_the_front_has_what_nothing_beats_in_both(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 from pathlib import Path
 
-__all__ = ["cpu_name", "peak_rss_bytes"]
+__all__ = ["busy_note", "cpu_name", "peak_rss_bytes"]
+
+BUSY_SHARE = 0.5
+"""Of the cores: a higher load average before a measurement is others' work."""
 
 
 def cpu_name() -> str:
@@ -16,6 +20,14 @@ def cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
+
+
+def busy_note() -> str:
+    """What to know before anything is measured on a machine that others use; "" where nobody does."""
+    load, num_cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load <= BUSY_SHARE * num_cpus:
+        return ""
+    return f"this machine is busy (load average {load:.1f} on {num_cpus} cores): expect slower and varying figures"
 
 
 def peak_rss_bytes() -> int:

@@ -17,7 +17,7 @@ __all__ = ["as_page", "document", "facts_html", "figures_html", "table_html"]
 STYLE = """
 :root { color-scheme: light dark; --line: #d0d7de; --soft: #57606a; --back: #ffffff; --text: #1f2328; }
 @media (prefers-color-scheme: dark) { :root { --line: #3d444d; --soft: #9198a1; --back: #0d1117; --text: #f0f6fc; } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 80rem; margin: 2rem auto; padding: 0 1rem;
        background: var(--back); color: var(--text); }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 p.note { color: var(--soft); }
@@ -25,8 +25,11 @@ div.scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
+th.text, td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
 table.facts td { text-align: left; white-space: normal; }
-img { max-width: 100%; background: #ffffff; border: 1px solid var(--line); border-radius: 6px; margin: .4rem 0; }
+div.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: .8rem; }
+img { width: 100%; max-width: 57rem; background: #ffffff; border: 1px solid var(--line); border-radius: 6px;
+      box-sizing: border-box; }
 details { margin-top: 1rem; } pre { overflow-x: auto; font-size: 12px; }
 """.strip()
 
@@ -91,9 +94,10 @@ def _latencies(report: Report) -> Iterable[str]:
 
 def figures_html(figures: Mapping[str, bytes]) -> Iterable[str]:
     if figures:
-        yield "<h2>Figures</h2>"
-    for name, data in figures.items():
-        yield f'<img alt="{escape(name)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+        yield '<h2>Figures</h2>\n<div class="figures">'
+        for name, data in figures.items():
+            yield f'<img alt="{escape(name)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+        yield "</div>"
 
 
 def facts_html(facts: Iterable[tuple[str, str]]) -> str:
@@ -101,10 +105,18 @@ def facts_html(facts: Iterable[tuple[str, str]]) -> str:
     return f'<table class="facts">{rows}</table>'
 
 
-def table_html(rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+def table_html(rows: Sequence[Sequence[str]], *, texts: Sequence[int] = ()) -> str:
+    """The first row is the head; the columns `texts` have words, which are set to the left and may be broken."""
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        cells = (
+            f"<{tag}{' class=text' if column in texts else ''}>{escape(cell)}</{tag}>"
+            for column, cell in enumerate(row)
+        )
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(line("td", row) for row in rows[1:])
+    return f'<div class="scroll"><table>{line("th", rows[0])}{body}</table></div>'
 
 
 def _json(report: Report) -> str:

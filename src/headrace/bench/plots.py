@@ -101,7 +101,7 @@ def _cdf(name: str) -> Paint:
         limit = None if report.slo is None else report.slo.limits.get(name)
         if limit is not None:
             axes.axvline(limit * 1000, color="#57606a", linestyle=":", label="SLO")
-        axes.set(xlabel="milliseconds", ylabel="share of requests", title=LATENCIES[name].capitalize(), ylim=(0, 1.02))
+        axes.set(xlabel="milliseconds", ylabel="share of requests", title=_title(name), ylim=(0, 1.02))
         axes.legend(frameon=False, fontsize=8)
 
     return paint
@@ -125,8 +125,10 @@ def _pareto(axes: Any, report: Report) -> None:
     for point in points:
         at = (point.result.decode_tokens_per_s_per_user, point.result.output_tokens_per_s_per_gpu)
         axes.annotate(point.load.name, at, xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="tokens/s/user after the first token", ylabel="output tokens/s/GPU", title="Throughput and speed",
-             xlim=(0, None), ylim=(0, None))  # fmt: skip
+    right = max((point.result.decode_tokens_per_s_per_user or 0 for point in points), default=0)
+    top = max((point.result.output_tokens_per_s_per_gpu for point in points), default=0)
+    axes.set(xlabel="tokens/s/user after the first token", ylabel="output tokens/s/GPU", title="Throughput and speed")
+    axes.set(xlim=(0, 1.25 * right or 1), ylim=(0, 1.1 * top or 1))  # names stand to the right of the points
 
 
 def _goodput(axes: Any, report: Report) -> None:
@@ -137,6 +139,11 @@ def _goodput(axes: Any, report: Report) -> None:
     axes.set(ylabel="requests/s", title="Goodput by load", ylim=(0, None))
     _slanted(axes, names)
     axes.legend(frameon=False)
+
+
+def _title(name: str) -> str:
+    meaning = LATENCIES[name]
+    return meaning[0].upper() + meaning[1:]
 
 
 def _slanted(axes: Any, names: Sequence[str]) -> None:

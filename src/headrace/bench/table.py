@@ -45,7 +45,7 @@ def simulation_lines(report: Report) -> list[tuple[str, str]]:
         return []
     counts, source = said.num_instances, said.calibration.get("source")
     router = f", routed by {said.router}" if max(counts) > 1 else ""
-    lines = [("simulated", f"{_of_points(counts)} instance{'' if counts == [1] else 's'}{router}")]
+    lines = [("simulated", f"{_of_points(counts)} instance{'' if set(counts) == {1} else 's'}{router}")]
     error = said.calibration.get("error")
     measured = f"calibrated by {source}" + ("" if error is None else f", whose steps it meets within {error:.1%}")
     lines.append(("model", measured if source else "an estimate: not calibrated"))
@@ -58,7 +58,8 @@ def simulation_lines(report: Report) -> list[tuple[str, str]]:
 
 
 def _of_points(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values))
+    """One for each load, or one for all."""
+    return ", ".join(map(str, values if len(set(values)) > 1 else values[:1]))
 
 
 def sweep_rows(report: Report) -> list[tuple[str, ...]]:
@@ -130,7 +131,8 @@ def _point_lines(point: Point) -> list[tuple[str, str]]:
 def _dataset(report: Report) -> str:
     workload = report.workload
     text = f"{workload.dataset}: {_lengths(workload.input_len)} in, {_lengths(workload.output_len)} out"
-    return f"{text}, {workload.num_conversations} conversations" if workload.num_conversations else text
+    count = workload.num_conversations
+    return f"{text}, {count} conversation{'s' if count > 1 else ''}" if count else text
 
 
 def _lengths(lengths: Lengths) -> str:

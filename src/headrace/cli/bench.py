@@ -77,7 +77,7 @@ def latency(ctx: click.Context, model: str | None, **options: Any) -> None:
     _bench(ctx, "latency", model, take_options(ctx, options))
 
 
-@bench.command("serve")
+@bench.command("serve", short_help="Measure a running server, through its API.")
 @model_argument
 @option("--url", default="http://localhost:8000", metavar="URL", help="Where the server is.")
 @option("--api_key", envvar="HEADRACE_API_KEY", help="Key that the server asks for, or in HEADRACE_API_KEY.")
@@ -100,7 +100,7 @@ def serve(ctx: click.Context, model: str | None, **options: Any) -> None:
     measure_server(ctx, _model_name(ctx, model), options)
 
 
-@bench.command("compare")
+@bench.command("compare", short_help="Compare two reports of --report_json.")
 @click.argument("before", metavar="A.json", type=INPUT_FILE)
 @click.argument("after", metavar="B.json", type=INPUT_FILE)
 @option("--threshold", type=click.FloatRange(0, 1), default=0.05, help="Change that counts, as a share of A.")
@@ -120,6 +120,7 @@ def compare(ctx: click.Context, before: Path, after: Path, threshold: float, fai
 
 def _bench(ctx: click.Context, kind: str, model: str | None, options: Options) -> None:
     from headrace import log
+    from headrace.bench.machine import busy_note
 
     resolved = resolved_from_click(ctx, _model_name(ctx, model))
     log.setup(resolved.server.log_level)
@@ -127,6 +128,8 @@ def _bench(ctx: click.Context, kind: str, model: str | None, options: Options) -
         log.get("scheduler").setLevel(log.LEVELS["warning"])  # a line for each request is too much here
     resolved.take_effect()
     options.outputs.check()
+    if note := busy_note():
+        click.echo(f"headrace: {note}", err=True)
     args = engine_args(resolved, logs_steps=options.outputs.iteration_log is not None)
     gc.set_threshold(args.garbage_collection_gen0_threshold)
 

@@ -44,7 +44,7 @@ class Outputs:
 
         Raises:
             ValueError: no such folder, or no matplotlib for the plots.
-            OSError: a file that can't be written.
+            OSError: a file or folder that can't be written.
         """
         for path in (self.report_json, self.output_json, self.request_json, self.iteration_log, self.html):
             if path is not None:
@@ -53,6 +53,10 @@ class Outputs:
             from headrace.bench.plots import require_matplotlib
 
             require_matplotlib()
+            try:
+                self.plots.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OSError(f"--plots: can't make {self.plots}: {error.strerror}: choose another folder") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ def _common(command: Command) -> Command:
     )
 
 
-@evaluate.command("perplexity")
+@evaluate.command("perplexity", short_help="Measure the perplexity of a text file.")
 @model_argument
 @click.argument("text", type=INPUT_FILE, required=False)
 @option("--length", type=click.IntRange(2), help="Tokens of a window.  [default: the model's longest, at most 2048]")
@@ -102,7 +102,7 @@ def perplexity(ctx: click.Context, model: str | None, text: Path | None, **given
     _run(ctx, model, "perplexity", task, given, measure=measure, metrics=metrics, compare=compare, items=items)
 
 
-@evaluate.command("exact-match")
+@evaluate.command("exact-match", short_help="Compare answers to a file of questions as strings.")
 @model_argument
 @click.argument("questions", type=INPUT_FILE, required=False)
 @option("--num_shots", "--num_fewshot", "num_shots", type=click.IntRange(0), default=0,
@@ -171,7 +171,7 @@ def exact_match(ctx: click.Context, model: str | None, questions: Path | None, *
     _run(ctx, model, "exact-match", task, given, measure=measure, metrics=metrics, compare=compare, items=items)
 
 
-@evaluate.command("lm-eval")
+@evaluate.command("lm-eval", short_help="Run lm-eval's tasks (the extra eval).")
 @model_argument
 @option("--tasks", required=True, metavar="NAME[,NAME...]", help="lm-eval's names of tasks.")
 @option("--include_path", type=click.Path(file_okay=False, exists=True, path_type=Path),

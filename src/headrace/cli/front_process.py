@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 
 from headrace.cli.fronts import FrontOrder, RuntimeEnd
+from headrace.env import metrics_folder
 from headrace.runtime.children import STDIN, read_order
 
 
@@ -42,6 +45,8 @@ class DistantRuntime:
             data += part
             if data.endswith(b"\n"):
                 self._end = msgspec.json.decode(data, type=RuntimeEnd)
+        if folder := metrics_folder():
+            shutil.rmtree(folder, ignore_errors=True)  # a first process that was killed leaves it to the others
         os._exit(1)
 
 
@@ -68,7 +73,7 @@ def main() -> int:
         lambda: load_text_side(args, source, chat_template=options.chat_template),
         service_options(args, options, front=order.front),
         version=order.version,
-        process=Process(tls=tls, rpc=rpc_of(options, listener, tls), waits_until_ready=True),
+        process=Process(tls=tls, rpc=rpc_of(options, listener, tls), pulse=Path(order.pulse), waits_until_ready=True),
     )
     return outcome.exit_code
 

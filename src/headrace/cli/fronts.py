@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,9 +20,12 @@ from headrace.front.socket_link import ChildRuntime
 from headrace.hub.source import ModelSource
 from headrace.runtime.children import end_children, start_child
 from headrace.runtime.packing import pack_args, pack_source
+from headrace.runtime.pulse import PERIOD_S, PulseWatch
 
 MODULE = "headrace.cli.front_process"
 KILL_TIMEOUT_S = 2.0
+LEAST_PATIENCE_S = 5.0
+"""With a process that gives no sign of life; a busy one may be late."""
 
 
 def num_fronts(args: LlmArgs) -> int:
@@ -41,6 +45,8 @@ class FrontOrder(msgspec.Struct):
     """Of the socket that listens."""
     front: int
     version: str
+    pulse: str
+    """The file that it touches as long as it lives."""
 
 
 class RuntimeEnd(msgspec.Struct):
@@ -59,9 +65,16 @@ class FrontProcesses:
         self._options = options
         self._version = version
         self._children: list[subprocess.Popen[bytes]] = []
+        self._patience_s = max(args.stall_timeout_s, LEAST_PATIENCE_S)
+        self._watch = PulseWatch([])
+        self._looked_s = 0.0
 
     def start(self, runtime: ChildRuntime, listener: socket.socket) -> None:
-        for front in range(2, num_fronts(self._args) + 1):
+        folder = Path(runtime.address.removeprefix("ipc://")).parent
+        pulses = {front: folder / f"front-{front}" for front in range(2, num_fronts(self._args) + 1)}
+        self._watch = PulseWatch(list(pulses.values()))
+        self._looked_s = time.monotonic()
+        for front, pulse in pulses.items():
             order = FrontOrder(
                 args=pack_args(self._args),
                 source=pack_source(self._source),
@@ -70,17 +83,25 @@ class FrontProcesses:
                 descriptor=listener.fileno(),
                 front=front,
                 version=self._version,
+                pulse=str(pulse),
             )
             self._children.append(start_child(MODULE, msgspec.json.encode(order), descriptors=[listener.fileno()]))
 
     @property
     def cause_of_death(self) -> str:
-        """One line on a process that has ended though nobody told it to; "" while all live."""
+        """One line on a process that has ended though nobody told it to, or hangs; "" while all live."""
         for front, child in enumerate(self._children, 2):
             code = child.poll()
             if code is not None:
                 end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
                 return f"server process {front} {end}"
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= PERIOD_S:
+            self._looked_s = now_s
+            self._watch.look(PERIOD_S)
+        for index in self._watch.silent(self._patience_s):
+            why = f"has given no sign of life for {self._patience_s:g} s: it is stopped or hangs"
+            return f"server process {index + 2} {why}"
         return ""
 
     def signal(self, number: signal.Signals) -> None:

@@ -91,8 +91,6 @@ Asked for and not served:
   attention over the residuals of earlier blocks, experts on a latent with an activation of their own (SiTU), a gate on
   latent attention's output, a full-rank gate and a bounded decay in KDA. `transformers` has no model of it to hold ours
   to, so none is written; a checkpoint is refused by its tensors' names.
-- **Falcon-H1** (`falcon_h1`): attention and Mamba-2 side by side in one layer. A layer here mixes tokens once, over
-  blocks or over a state; two at a time need a layer that is handed both.
 """
 
 

@@ -123,18 +123,17 @@ class Run:
         self._warm = [roots[number % len(roots)] for number in range(options.warmup)]
         self.trials: list[Trial] = []
         self.num_instances: int = given["instances"] or 0
-        began_s = time.process_time()
+        self._cpu_s = 0.0
+        """Of the last run; the time that it takes to make the instances isn't in it."""
         if not self.num_instances:
             assert options.slo is not None
             self.num_instances, self.trials = fewest_instances(
                 self.simulated, options.slo, share=given["slo_share"], most=given["max_instances"]
             )
-            began_s = time.process_time()
         self.outcome = self.simulated(self.num_instances)
-        wall_s = time.process_time() - began_s
         num_gpus = self.num_instances * modelled.num_gpus
         self.point = make_point(self.outcome.record, load, num_gpus=num_gpus, slo=options.slo)
-        self.speed_up = self.outcome.record.duration_s / wall_s
+        self.speed_up = self.outcome.record.duration_s / self._cpu_s
 
     def simulated(self, num_instances: int) -> Outcome:
         from tqdm import tqdm
@@ -147,7 +146,9 @@ class Run:
             fleet = Fleet(self._modelled, num_instances=num_instances, fast=not self._given["step_by_step"])
             fleet.warm_up(self._warm)
             router = ROUTERS[self._given["router"]]
+            began_s = time.process_time()
             outcome = fleet.run(self._tasks, pace=self._pace, router=router, progress=bar.update)
+            self._cpu_s = time.process_time() - began_s
             fleet.close()
             return outcome
 
@@ -157,7 +158,7 @@ def modelled_by(args: LlmArgs, gpu: str, report_file: Path | None) -> Model:
     from headrace.bench.report import read_report
     from headrace.hub.config_only import find_config
     from headrace.hub.read_shape import read_shape
-    from headrace.simulate.calibrate import calibrated, check_model
+    from headrace.simulate.calibrate import calibrated, check_device, check_model
     from headrace.simulate.cost import Calibration
     from headrace.simulate.model import model_of
 
@@ -168,6 +169,10 @@ def modelled_by(args: LlmArgs, gpu: str, report_file: Path | None) -> Model:
         return estimate
     report = read_report(report_file)
     check_model(report, read_shape(config), source=str(report_file))
+    check_device(report, None if gpu == THIS_MACHINE else spread.device.name, source=str(report_file))
+    if report.model.get("name") != args.model:
+        measured = report.model.get("name")
+        click.echo(f"headrace: {report_file} is of {measured}: another size or form has other factors", err=True)
     return model_of(args, config, spread, calibrated(report, estimate.cost, source=str(report_file)))
 
 

@@ -163,7 +163,8 @@ class Rig:
             return model_of(args, config, spread, calibration)
 
         cost: Cost = modelled(Calibration()).cost
-        model = modelled(calibrated(all_steps, cost, source="the trials"))
+        # Candidates are told apart by a percent: what varies by chance would be more.
+        model = modelled(calibrated(all_steps, cost, source="the trials").without_spread())
         check_fit(model, self.tasks)
         points: list[Point] = []
         for load in self.options.loads:
@@ -208,6 +209,7 @@ def _spread_of(args: Any) -> Any:
 
 
 def _tune(ctx: click.Context, candidates: Candidates, options: Options, given: dict[str, Any]) -> None:
+    from headrace.bench.machine import busy_note
     from headrace.bench.report import Slo
     from headrace.bench.workload import full_lengths
     from headrace.tune.judge import Goal
@@ -217,6 +219,8 @@ def _tune(ctx: click.Context, candidates: Candidates, options: Options, given: d
 
     base = candidates.resolved({})
     base.take_effect()
+    if note := busy_note():
+        click.echo(f"headrace: {note}", err=True)
     tasks = tasks_for(base.args, options)
     goal = Goal(slo=options.slo or Slo(), quantile=given["quantile"])
     rig = Rig(candidates, tasks, options)
@@ -234,9 +238,9 @@ def _tune(ctx: click.Context, candidates: Candidates, options: Options, given: d
     knobs = [knob for knob in KNOBS if not candidates.has_set(knob.path)]
     best = search.run(knobs, asked)
     written = _write(candidates, store, goal, best)
-    first = store.journal.trials[0].measured
-    assert best.measured is not None and first is not None
-    click.echo(f"as given    {text_of(first)}")
+    given_ones = [trial.measured for trial in store.journal.trials if trial.measured and not trial.settings]
+    assert best.measured is not None
+    click.echo(f"as given    {text_of(given_ones[-1])}")
     click.echo(f"chosen      {best.name}")
     click.echo(f"measured    {text_of(best.measured)}")
     click.echo(f"written     {', '.join(str(path) for path in written)}")

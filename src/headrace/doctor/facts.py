@@ -90,6 +90,8 @@ class Processor:
     num_allowed_nodes: int = 1
     """Nodes whose cores this process may run on."""
     governor: str = ""
+    load: float = 0.0
+    """Processes that ran or waited for a core, on average over the last minute."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,7 @@ def _processor() -> Processor:
         num_nodes=max(len(nodes), 1),
         num_allowed_nodes=max(sum(1 for cores in nodes if cores & usable), 1),
         governor=_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip(),
+        load=os.getloadavg()[0],
     )
 
 

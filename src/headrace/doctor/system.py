@@ -97,6 +97,14 @@ def processor(facts: Facts, args: LlmArgs) -> Iterator[Finding]:
             f"{cpu.num_usable:g} cores: the server and the engine take turns",
             "give the container at least 2 (4 with a GPU)",
         )
+    if cpu.load > cpu.num_usable / 2:
+        yield Finding(
+            "system.load",
+            "note",
+            f"load average {cpu.load:.1f} on {cpu.num_usable:g} cores: others work here, which slows a server down and "
+            "makes what is measured vary",
+            "see who (ps aux --sort=-%cpu | head), and measure when they are done",
+        )
     if cpu.num_nodes > 1 and cpu.num_allowed_nodes > 1:
         yield Finding(
             "system.numa",
@@ -170,7 +178,7 @@ def network(facts: Facts, args: LlmArgs) -> Iterator[Finding]:
             f"end what has it (ss -ltnp sport = :{address.port}), or name another with --port",
         )
     else:
-        yield Finding("network.port", "ok", f"{place} is free")
+        yield Finding("network.port", "ok", f"{place} is free" if address.port else f"{address.host} has free ports")
     if not facts.knows_its_name and num_ranks(args) > 1:
         yield Finding(
             "network.name",

@@ -21,6 +21,8 @@ __all__ = ["CONFIDENCE", "Comparison", "compare_means", "compare_perplexities", 
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000
+MIN_ITEMS = 6
+"""With fewer, chance alone moves all of them one way more often than 1 - CONFIDENCE (2 in 2^items): no verdict."""
 BATCH = 250
 """Resamples drawn at a time, to bound memory."""
 Verdict = Literal["better", "worse", "no difference shown"]
@@ -58,7 +60,8 @@ def compare_means(
         has_changed = p_value is not None and p_value < 1 - CONFIDENCE
         method = "McNemar's exact test; interval by paired bootstrap over items"
     else:
-        p_value, has_changed, method = None, not low <= 0 <= high, "paired bootstrap over items"
+        has_changed = not low <= 0 <= high and before.size >= MIN_ITEMS
+        p_value, method = None, "paired bootstrap over items" + _few(before.size)
     difference = float(differences.mean())
     verdict: Verdict = "no difference shown"
     if has_changed:
@@ -75,7 +78,9 @@ def compare_perplexities(a: Sequence[float], b: Sequence[float], counts: Sequenc
     assert before.shape == after.shape == weights.shape
     low, high = (math.expm1(value) for value in _interval(before - after, weights, seed))
     total = weights.sum()
-    verdict: Verdict = "worse" if low > 0 else "better" if high < 0 else "no difference shown"
+    verdict: Verdict = "no difference shown"
+    if before.size >= MIN_ITEMS:
+        verdict = "worse" if low > 0 else "better" if high < 0 else verdict
     return Comparison(
         metric="perplexity",
         a=math.exp(-before.sum() / total),
@@ -83,10 +88,14 @@ def compare_perplexities(a: Sequence[float], b: Sequence[float], counts: Sequenc
         difference=math.expm1((before.sum() - after.sum()) / total),
         low=low,
         high=high,
-        method="paired bootstrap over windows",
+        method="paired bootstrap over windows" + _few(before.size),
         num_items=before.size,
         verdict=verdict,
     )
+
+
+def _few(num_items: int) -> str:
+    return f" (fewer than {MIN_ITEMS}: too few for a verdict)" if num_items < MIN_ITEMS else ""
 
 
 def mcnemar(num_gained: int, num_lost: int) -> float:

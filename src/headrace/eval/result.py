@@ -72,7 +72,12 @@ def _settings(settings: dict[str, Any]) -> str:
 
 def _metric(metric: Metric) -> str:
     interval = "" if metric.low is None else f"  [{metric.low:.4f}, {metric.high:.4f}]"
-    return f"{metric.name:<28}{metric.value:>12.4f}{interval}  ({metric.num_items} items)"
+    return f"{metric.name:<28}{metric.value:>12.4f}{interval}  ({_count(metric.num_items, metric.name)})"
+
+
+def _count(number: int, metric: str = "") -> str:
+    noun = {"perplexity": "token", "bits_per_byte": "byte"}.get(metric, "item")
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _comparisons(found: Sequence[Comparison]) -> list[str]:
@@ -82,5 +87,5 @@ def _comparisons(found: Sequence[Comparison]) -> list[str]:
         shown = [f"{value:+.3%}" if relative else f"{value:+.4f}" for value in (each.difference, each.low, each.high)]
         p_value = "" if each.p_value is None else f", p = {each.p_value:.4f}"
         lines.append(f"  {each.metric}: {each.verdict}: {shown[0]} [{shown[1]}, {shown[2]}]{p_value}")
-        lines.append(f"    {each.method}, {each.num_items} items")
+        lines.append(f"    {each.method}; {_count(each.num_items)}")
     return lines

@@ -6,19 +6,21 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from msgspec import structs
 
 from headrace import wire
+from headrace.front.beams import beam_of
 from headrace.front.cache import name_of, retention_of
-from headrace.front.errors import RequestError, context_overflow
+from headrace.front.errors import RequestError, context_overflow, prompt_too_long
 from headrace.front.grammars import Grammars
 from headrace.params import FieldError, KvCacheRetentionConfig, LogprobMode, SamplingParams
 from headrace.seeds import child_seed, random_seed
+from headrace.text.bounded import TooLong, encode_at_most, encode_tail
 from headrace.text.grammars.load import Backend
-from headrace.text.tokenizer import Tokenizer, encode_prompt
-from headrace.types import BeamSearch, Marker, Request, Sampling, ThinkingCap
+from headrace.text.tokenizer import Tokenizer
+from headrace.types import Marker, Request, Sampling, ThinkingCap
 
 __all__ = ["RequestBuilder", "RequestOptions", "RouteDefaults"]
 
@@ -34,7 +36,7 @@ GENERATION_CONFIG_FIELDS = (
 )
 """What `generation_config: auto` takes from the checkpoint, where the request says nothing."""
 
-EARLY_STOPPING: dict[Any, int] = {None: 1, "never": 2}
+MAX_TIMEOUT_S = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,14 +104,23 @@ class RequestBuilder:
 
     # ---- prompts -----------------------------------------------------------------------------
 
-    def encode(self, text: str, params: SamplingParams) -> list[int]:
-        """Ids of a text prompt, with one BOS at most."""
+    def encode(self, text: str, params: SamplingParams, *, param: str = "prompt", most: int | None = None) -> list[int]:
+        """Ids of a text prompt, with one BOS at most; of one that is cut to its last tokens, at least those.
+
+        Raises:
+            RequestError: no tokenizer, no Unicode, or far more tokens than `most` (the context's length).
+        """
         if self.tokenizer is None:
-            raise RequestError("the prompt is text and this engine has no tokenizer: give token ids", param="prompt")
+            raise RequestError("the prompt is text and this engine has no tokenizer: give token ids", param=param)
+        most, special = self.info.max_seq_len if most is None else most, params.add_special_tokens
         try:
-            return encode_prompt(self.tokenizer, text, add_special_tokens=params.add_special_tokens)
+            if params.truncate_prompt_tokens is not None:
+                return encode_tail(self.tokenizer, text, params.truncate_prompt_tokens, add_special_tokens=special)
+            return encode_at_most(self.tokenizer, text, most, add_special_tokens=special)
+        except TooLong:
+            raise prompt_too_long(most, limit=self.info.max_seq_len, param=param) from None
         except ValueError as error:
-            raise RequestError(str(error), param="prompt") from None
+            raise RequestError(str(error), param=param) from None
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -140,7 +151,7 @@ class RequestBuilder:
         grammar = self._grammars.build(
             params.guided_decoding, param=options.grammar_param, starts_after=options.grammar_starts_after
         )
-        beam = self._beam(params)
+        beam = beam_of(params, max_width=self.info.max_beam_width)
         for name, asked in ((options.grammar_param, grammar), ("thinking_token_budget", options.thinking)):
             if beam and asked:
                 raise RequestError(f"{name} can't be used with beam search: leave one of them out", param=name)
@@ -276,6 +287,7 @@ class RequestBuilder:
                 param="min_tokens",
             )
         self._check_room(num_prompt, options.param)
+        _check_budget(params, options.thinking, max_tokens)
         return max_tokens
 
     # ---- parts of a request ------------------------------------------------------------------
@@ -288,27 +300,6 @@ class RequestBuilder:
             elif params.end_id >= 0:
                 ends.add(params.end_id)
         return tuple(sorted(ends))
-
-    def _beam(self, params: SamplingParams) -> BeamSearch | None:
-        if not params.use_beam_search:
-            return None
-        width = params.num_sequences
-        if width > self.info.max_beam_width:
-            raise RequestError(
-                f"the beam width is {width} and max_beam_width is {self.info.max_beam_width}:"
-                f" start with --max_beam_width {width} or more",
-                param="best_of" if params.best_of else "n",
-            )
-        for name, neutral in _NEUTRAL_IN_BEAM.items():
-            if getattr(params, name) not in neutral:
-                raise RequestError(f"{name} has no meaning in beam search: leave it unset", param=name)
-        return BeamSearch(
-            width=width,
-            num_return=params.n,
-            length_penalty=params.length_penalty or 0.0,
-            early_stopping=int(EARLY_STOPPING.get(params.early_stopping, cast("int", params.early_stopping))),
-            diversity_rate=params.beam_search_diversity_rate or 0.0,
-        )
 
     def _sampling(self, params: SamplingParams, options: RequestOptions) -> Sampling:
         greedy = params.is_greedy or params.use_beam_search
@@ -359,31 +350,26 @@ class RequestBuilder:
         return tuple(words)
 
 
-_NEUTRAL_IN_BEAM: dict[str, tuple[Any, ...]] = {
-    "temperature": (None, 0, 1),
-    "top_p": (None, 0, 1),
-    "top_k": (None, 0, -1, 1),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "no_repeat_ngram_size": (None, 0),
-    "bad": (None, []),
-    "bad_token_ids": (None, []),
-    "logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "logits_processor": (None, []),
-    "return_generation_logits": (False,),
-}
-
-
 def _check_options(options: RequestOptions) -> None:
     if not 0 <= options.priority <= 1:
         raise RequestError(f"priority must be from 0 to 1, got {options.priority}", param="priority")
-    if options.timeout_s is not None and options.timeout_s <= 0:
-        raise RequestError(f"the timeout must be greater than 0 s, got {options.timeout_s}", param="timeout")
+    if options.timeout_s is not None and not 0 < options.timeout_s <= MAX_TIMEOUT_S:
+        raise RequestError(
+            f"timeout must be greater than 0 s and at most {MAX_TIMEOUT_S:,}, got {options.timeout_s}", param="timeout"
+        )
     for name, param in (("cache_salt", "cache_salt"), ("conversation", "conversation_id"), ("pin", "name")):
         name_of(getattr(options, name) or None, param)
+
+
+def _check_budget(params: SamplingParams, cap: ThinkingCap | None, max_tokens: int) -> None:
+    """A budget that the caller has asked for leaves room for an answer; a default one gives way."""
+    budget = params.thinking_token_budget
+    if budget is not None and cap is not None and budget + len(cap.ends[0]) >= max_tokens:
+        raise RequestError(
+            f"thinking_token_budget {budget} and the end of the reasoning leave nothing of {max_tokens} tokens for an"
+            " answer: lower it, or allow more tokens in all",
+            param="thinking_token_budget",
+        )
 
 
 def _or(value: float | None, default: float) -> float:

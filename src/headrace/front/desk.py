@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from headrace import wire
@@ -18,12 +18,15 @@ from headrace.front.text_side import TextSide
 from headrace.front.tracing import NO_TRACE, Trace
 from headrace.params import ConversationParams, KvCacheRetentionConfig, SamplingParams
 from headrace.text.load import as_tokenizer
-from headrace.types import Request
+from headrace.types import Request, ThinkingCap
 
-__all__ = ["Asked", "Desk", "Processors", "options_of"]
+__all__ = ["Asked", "Desk", "LimitReasoning", "Processors", "options_of"]
 
 SUBMIT_GROUP = 64
 """Prompts that are sent together: the engine begins while the next ones are tokenised."""
+
+LimitReasoning = Callable[[int, list[int]], ThinkingCap]
+"""A budget of tokens and a prompt's ids -> what the engine is told. The ids are valid ones."""
 
 _Prepared = tuple[list[Request], SamplingParams, str | None]
 
@@ -75,14 +78,18 @@ class Desk:
         info: wire.ModelInfo,
         *,
         processors: Processors,
+        reasoning: Callable[[TextSide], LimitReasoning | None] = lambda text: None,
         timeout_s: float | None = None,
     ) -> None:
+        """`reasoning` tells how this model marks its reasoning, if anybody knows."""
         self.text = text
         self._client = client
         self._info = info
         self._processors = processors
         self._timeout_s = timeout_s
+        self._reasoning = reasoning
         self._builder: RequestBuilder = text.builder(info)
+        self._limit = reasoning(text)
 
     @property
     def hidden_size(self) -> int:
@@ -92,6 +99,7 @@ class Desk:
     def set_tokenizer(self, tokenizer: Any) -> None:
         self.text = dataclasses.replace(self.text, tokenizer=as_tokenizer(tokenizer))
         self._builder = self.text.builder(self._info)
+        self._limit = self._reasoning(self.text)
 
     def preprocess(self, prompt: Any, params: SamplingParams | None) -> PreprocessedInputs:
         """Raises RequestError or ValueError for what is no prompt."""
@@ -137,6 +145,9 @@ class Desk:
         params = params or SamplingParams()
         text, ids = split(prompt)
         ids = self._ids(text, ids, params)
+        budget = params.thinking_token_budget
+        if budget is not None and self._limit is not None:
+            options = dataclasses.replace(options, thinking=self._limit(budget, ids))
         key = self._processors.register(params)
         options = dataclasses.replace(options, timeout_s=self._timeout_s, processors=key)
         try:

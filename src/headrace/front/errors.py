@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["RequestError", "RequestFailed", "RuntimeFailure", "context_overflow"]
+__all__ = ["RequestError", "RequestFailed", "RuntimeFailure", "context_overflow", "prompt_too_long"]
 
 
 class RequestError(ValueError):
@@ -45,6 +45,15 @@ def context_overflow(*, num_prompt: int, num_new: int, limit: int, param: str) -
     return RequestError(
         f"This model's context length is {limit} tokens; the request has {num_prompt} in the prompt and asks for"
         f" {num_new} new ones, {num_prompt + num_new} in all: shorten the prompt or ask for fewer",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def prompt_too_long(num_prompt: int, *, limit: int, param: str) -> RequestError:
+    """It was not even counted to its end."""
+    return RequestError(
+        f"This model's context length is {limit} tokens; the prompt has more than {num_prompt}: shorten the prompt",
         param=param,
         code="context_length_exceeded",
     )

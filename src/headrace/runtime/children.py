@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 WAIT_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads at a barrier sleep: a spinning one would hold the core that the last thread needs."""
@@ -53,15 +54,24 @@ def read_order() -> bytes:
     return data
 
 
-def end_with_parent() -> None:
-    """In the child: exit at once when the parent's end of standard input closes."""
+def end_with_parent(last: Callable[[], object] = lambda: None) -> None:
+    """In the child: exit when the parent's end of standard input closes, once `last` is done."""
 
     def watch() -> None:
         while os.read(STDIN, 1 << 16):
             pass
-        os._exit(1)
+        try:
+            last()
+        finally:
+            os._exit(1)
 
     threading.Thread(target=watch, name="headrace-parent-watch", daemon=True).start()
+
+
+def leave_signals_to_parent() -> None:
+    """In the child: what a supervisor sends to all processes at once is the parent's; it ends its children in order."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_children(children: Sequence[subprocess.Popen[bytes]], *, timeout_s: float) -> None:

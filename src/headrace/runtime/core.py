@@ -62,11 +62,22 @@ class Core:
             section.external.close()
 
 
-def open_core(args: LlmArgs, engine: EnginePort, *, clock: Callable[[], float] = time.monotonic) -> Core:
-    """Load, settle, allocate. Closes the engine when any of it fails. `clock` is what deadlines and times are of."""
+def open_core(
+    args: LlmArgs,
+    engine: EnginePort,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    settled: Settled | None = None,
+) -> Core:
+    """Load, settle, allocate. Closes the engine when any of it fails.
+
+    Args:
+        clock: what deadlines and times are of.
+        settled: where the same was settled for an engine just like this one.
+    """
     try:
         facts = engine.open()
-        settled = settle(args, facts)
+        settled = settled or settle(args, facts)
         connect = _connector(args, facts, settled)
         with phase("allocating the KV cache"):
             engine.allocate(settled.sizes)
@@ -125,6 +136,7 @@ def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: flo
             memory=core.settled.memory.as_dict(),
             settings=as_dict(args, everything=True),
             quantization=quantisation_name(source),
+            kv_scales={layer: (k, v) for layer, k, v in core.facts.kv_scales},
             seconds=time.monotonic() - started_s,
         ),
     )

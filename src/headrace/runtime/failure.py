@@ -6,6 +6,11 @@ import traceback
 
 from headrace import wire
 
+
+class ProcessEnd(RuntimeError):
+    """A process of ours has ended, or can't go on; the message says which one and why."""
+
+
 NO_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "Cannot allocate memory")
 
 
@@ -27,4 +32,4 @@ def _message(error: BaseException) -> str:
         return f"{sign}: lower max_batch_size, max_num_tokens or max_seq_len, choose a smaller model, or free memory"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}: check the path and its permissions"
-    return text if isinstance(error, (MemoryError, OSError)) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, (MemoryError, OSError, ProcessEnd)) else f"{type(error).__name__}: {text}"

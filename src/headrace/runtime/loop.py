@@ -18,6 +18,8 @@ HELD_WAIT_S = 0.001
 """Sleep when requests wait for something else than a step (a fuller batch, blocks on their way)."""
 COMMAND_WAIT_SHARE, MAX_COMMAND_WAIT_S = 0.1, 0.05
 """Only an empty plan hears of a command's end: it is asked for after a tenth more of the time that it has taken."""
+SLOW_STEP_S = 0.1
+"""A forward pass beside which the time between two steps doesn't matter."""
 REST_S = 2.0
 """Longest that the end waits for copies under way."""
 BEAT_PERIOD_S = 1.0
@@ -63,6 +65,7 @@ class Loop:
         self.stats = stats
         self.steps = 0
         self._stopping = False
+        self._is_slow = False
         self._sent_s = 0.0
         self._command_since_s: float | None = None
         """Since when nothing but a command's end can bring a step."""
@@ -72,6 +75,10 @@ class Loop:
         while not self._stopping:
             self.turn()
         self._come_to_rest()
+
+    def stop(self) -> None:
+        """As a Shutdown message does; from any thread."""
+        self._stopping = True
 
     def turn(self) -> None:
         self._drain()
@@ -89,12 +96,21 @@ class Loop:
         self._send(Outbox.of(scheduler.take_deltas()))
         if plan is not None:
             self.engine.submit(plan)
-        if scheduler.num_in_flight > (scheduler.settings.depth if plan is not None else 0):
+        most = self._num_ahead if plan is not None else max(scheduler.num_in_flight - 1, 0)
+        while scheduler.num_in_flight > most:
             result = self.engine.collect()
             outbox = scheduler.commit(result)
             self.steps += 1
+            self._is_slow = result.forward_s > SLOW_STEP_S
             self.stats.record(scheduler, result)
             self._send(outbox, is_step=True)
+
+    @property
+    def _num_ahead(self) -> int:
+        """Steps that may be in flight beside the one waited for. Where steps are bounded in time and long still,
+        as on a CPU, what a next one would gain is nothing beside what waits for it: cancels, and new requests."""
+        settings = self.scheduler.settings
+        return 0 if self._is_slow and settings.max_step_s > 0 else settings.depth
 
     def _send(self, outbox: Outbox, *, is_step: bool = False) -> None:
         now_s = self._clock()

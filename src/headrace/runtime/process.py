@@ -4,20 +4,50 @@ from __future__ import annotations
 
 import gc
 import logging
-import signal
+import shutil
 import sys
+import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace import log as logs
-from headrace.runtime.children import end_with_parent, read_order
+from headrace.runtime.children import end_with_parent, leave_signals_to_parent, read_order
+
+if TYPE_CHECKING:
+    from headrace.runtime.loop import Loop
 
 log = logging.getLogger("headrace.runtime")
 
 
 HELLO_WAIT_S = 0.3
+END_TIMEOUT_S = 3.5
+"""For the step in hand, and for what is worth keeping on its way to disk."""
+
+
+class Ending:
+    """The parent has closed the pipe, or has died: both end this process alike, on a thread of its own."""
+
+    def __init__(self, address: str) -> None:
+        self._folder = Path(address.removeprefix("ipc://")).parent
+        self._loop: Loop | None = None
+        self._ended = threading.Event()
+
+    def watch(self, loop: Loop) -> None:
+        """It has something to keep from now on."""
+        self._loop = loop
+
+    def end(self) -> None:
+        """Returns when the process may be ended; the caches have been written then, if that was soon done."""
+        if self._loop is not None:
+            self._loop.stop()
+            self._ended.wait(END_TIMEOUT_S)
+        shutil.rmtree(self._folder, ignore_errors=True)  # a parent that was killed leaves it to us
+
+    def done(self) -> None:
+        self._ended.set()
 
 
 class RuntimeOrder(msgspec.Struct):
@@ -31,17 +61,16 @@ class RuntimeOrder(msgspec.Struct):
 
 def main() -> int:
     order = msgspec.json.decode(read_order(), type=RuntimeOrder)
-    end_with_parent()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    ending = Ending(order.address)
+    end_with_parent(ending.end)
+    leave_signals_to_parent()
     logs.setup(order.log_level)
     from headrace.runtime.failure import failed
     from headrace.runtime.links import ZmqLink
 
     link = ZmqLink(order.address)
     try:
-        run(order, link)
-        return 0
-    except SystemExit:
+        run(order, link, ending)
         return 0
     except BaseException as error:  # the front ends are told, then the process ends
         told = failed(error)
@@ -53,9 +82,10 @@ def main() -> int:
         return 2 if told.bad_input else 1
     finally:
         link.close()
+        ending.done()
 
 
-def run(order: RuntimeOrder, link: Any) -> None:
+def run(order: RuntimeOrder, link: Any, ending: Ending) -> None:
     started_s = time.monotonic()
     from headrace.runtime.core import model_info, open_core
     from headrace.runtime.engines import make_engine
@@ -70,7 +100,9 @@ def run(order: RuntimeOrder, link: Any) -> None:
     gc.set_threshold(args.garbage_collection_gen0_threshold)
     try:
         link.greet(Ready(model_info(args, source, core, started_s=started_s)))
-        core.loop(args, link).run()
+        loop = core.loop(args, link)
+        ending.watch(loop)
+        loop.run()
     finally:
         core.close()
 

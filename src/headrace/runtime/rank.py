@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import faulthandler
+import shutil
+import signal
+from pathlib import Path
+
 import msgspec
 import zmq
 
 from headrace import log
 from headrace.engine.engine import Engine
 from headrace.runtime import codec
-from headrace.runtime.children import end_with_parent, read_order
+from headrace.runtime.children import end_with_parent, leave_signals_to_parent, read_order
 from headrace.runtime.failure import failed
 from headrace.runtime.grammars import compiler_opener
 from headrace.runtime.packing import unpack_args, unpack_source
+from headrace.runtime.pulse import start_pulse
 from headrace.runtime.ranks import RankOrder
 
 
 def main() -> None:
     order = msgspec.json.decode(read_order(), type=RankOrder)
-    end_with_parent()
+    pulse = Path(order.pulse)
+    # A controller that was killed leaves the folder to its ranks.
+    end_with_parent(lambda: shutil.rmtree(pulse.parent, ignore_errors=True))
+    start_pulse(pulse)
+    leave_signals_to_parent()
+    faulthandler.register(signal.SIGUSR1)
     log.setup("warning" if order.rank else "info")
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

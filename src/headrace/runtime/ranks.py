@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,17 +18,25 @@ from headrace.config.llm_args import LlmArgs
 from headrace.hub.source import ModelSource
 from headrace.runtime import codec
 from headrace.runtime.children import end_children, start_child
+from headrace.runtime.failure import ProcessEnd
 from headrace.runtime.packing import pack_args, pack_source
+from headrace.runtime.pulse import PERIOD_S, PulseWatch
 from headrace.seam import EngineFacts, Ints, PoolSizes, StepPlan, StepResult, ints
 
 Message = TypeVar("Message", codec.Opened, codec.Allocated, codec.Done)
 
 POLL_S = 0.2
 CLOSE_TIMEOUT_S = 4.0
+BROKEN_CLOSE_TIMEOUT_S = 0.5
+"""Of a group that has failed: those who wait for it are told after its end."""
 DEATH_WAIT_S = 1.0
+STUCK_FACTOR = 5.0
+"""Of `stall_timeout_s`: a step may take so long while all ranks live. It may be a long one, or the first on a GPU."""
+STACKS_WAIT_S = 0.3
+"""For ranks to write where they are stuck."""
 
 
-class RankFailed(RuntimeError):
+class RankFailed(ProcessEnd):
     """A rank is dead or cannot go on; the message names it."""
 
 
@@ -39,11 +49,14 @@ class RankGroup:
 
     def __init__(self, args: LlmArgs, source: ModelSource, *, size: int, num_valid_ids: int | None) -> None:
         self.size = size
-        self._folder = tempfile.TemporaryDirectory(prefix="headrace-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-ranks-", ignore_cleanup_errors=True)
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closed = False
+        self._broken = False
+        self._patience_s = max(args.stall_timeout_s, 2 * PERIOD_S)
+        self._pulses = [Path(self._folder.name) / f"pulse-{rank}" for rank in range(size)]
         self._reports = ReportMerger(size)
         self._commands = CommandMerger(size)
         meeting = f"file://{self._folder.name}/meeting"
@@ -62,6 +75,7 @@ class RankGroup:
                 init_method=meeting,
                 address=address,
                 num_valid_ids=num_valid_ids,
+                pulse=str(self._pulses[rank]),
             )
             self._processes.append(start_child("headrace.runtime.rank", msgspec.json.encode(order)))
 
@@ -84,7 +98,7 @@ class RankGroup:
         self._broadcast(codec.Step(plan))
 
     def collect(self) -> StepResult:
-        results = [self._expect(rank, codec.Done).result for rank in range(self.size)]
+        results = [self._expect(rank, codec.Done, bounded=True).result for rank in range(self.size)]
         finished, failed = self._reports.merge(results)
         return dataclasses.replace(
             results[0],
@@ -97,7 +111,7 @@ class RankGroup:
         if self._closed:
             return
         self._closed = True
-        end_children(self._processes, timeout_s=CLOSE_TIMEOUT_S)
+        end_children(self._processes, timeout_s=BROKEN_CLOSE_TIMEOUT_S if self._broken else CLOSE_TIMEOUT_S)
         for socket in self._sockets:
             socket.close()
         self._context.term()
@@ -111,17 +125,40 @@ class RankGroup:
             self._wait(rank, zmq.POLLOUT)  # a dead rank has no peer: sending would block for ever
             self._sockets[rank].send(data)
 
-    def _wait(self, rank: int, event: int) -> None:
-        """Until the rank's socket is ready; watches all ranks, since any one that ends stops the others."""
+    def _wait(self, rank: int, event: int, *, bounded: bool = False) -> None:
+        """Until the rank's socket is ready; watches all ranks, since any one that ends, or hangs, stops the others."""
+        waited_s = 0.0
+        watch = PulseWatch(self._pulses)
         while not self._sockets[rank].poll(int(POLL_S * 1000), event):
             for other in range(self.size):
                 if not self._sockets[other].poll(0):
                     self._raise_if_dead(other)
+            if bounded:
+                waited_s += POLL_S
+                watch.look(POLL_S)
+                self._raise_if_hung(watch.silent(self._patience_s), waited_s)
+
+    def _raise_if_hung(self, silent: list[int], waited_s: float) -> None:
+        if silent:
+            why = f"has given no sign of life for {self._patience_s:g} s: it is stopped or hangs"
+            raise self._broken_by(f"{_named(silent)} {why}")
+        limit_s = STUCK_FACTOR * self._patience_s
+        if waited_s >= limit_s:
+            late = [rank for rank, socket in enumerate(self._sockets) if not socket.poll(0)]
+            for process in self._processes:
+                process.send_signal(signal.SIGUSR1)  # each writes its stack to standard error
+            time.sleep(STACKS_WAIT_S)
+            raise self._broken_by(f"{_named(late)} made no step in {limit_s:g} s, though all ranks live")
+
+    def _broken_by(self, message: str) -> RankFailed:
+        self._broken = True
+        return RankFailed(message)
 
     def _raise_if_dead(self, rank: int) -> None:
         code = self._processes[rank].poll()
         if code is not None:
-            raise RankFailed(f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} ended ({code})")
+            end = f"was killed by signal {-code}" if code < 0 else f"ended ({code})"
+            raise self._broken_by(f"rank {rank} {end}")
 
     def _blame_the_dead(self, reporter: int) -> None:
         """What one rank reports may be another's death: name that one. Its sockets close before its process ends."""
@@ -132,13 +169,14 @@ class RankGroup:
                     self._raise_if_dead(other)
             time.sleep(0.02)
 
-    def _expect(self, rank: int, kind: type[Message]) -> Message:
-        self._wait(rank, zmq.POLLIN)
+    def _expect(self, rank: int, kind: type[Message], *, bounded: bool = False) -> Message:
+        """`bounded`: it is a step, which doesn't take for ever. Loading may."""
+        self._wait(rank, zmq.POLLIN, bounded=bounded)
         message = codec.decode_from_rank(self._sockets[rank].recv())
         if isinstance(message, codec.Broken):
             self._blame_the_dead(rank)
             text = f"rank {rank}: {message.message}"
-            raise ValueError(text) if message.bad_input else RankFailed(text)
+            raise ValueError(text) if message.bad_input else self._broken_by(text)
         assert isinstance(message, kind), message
         return message
 
@@ -203,6 +241,12 @@ class RankOrder(msgspec.Struct):
     init_method: str
     address: str
     num_valid_ids: int | None
+    pulse: str
+    """The file that it touches as long as it lives."""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _smallest(facts: Sequence[EngineFacts]) -> EngineFacts:

@@ -359,7 +359,17 @@ class SectionScheduler:
         refusal = self.kv.pin(request.pin, active.tokens, active.claim, longest=longest)
         if refusal:
             log.warning("request %s: %r is not pinned: %s", request.label or request.id, request.pin, refusal)
-        return refusal
+            return refusal
+        left, whole = self.kv.max_tokens(), min(self.kv.max_tokens(beside_pins=False), self.settings.max_seq_len)
+        if left < whole:
+            log.warning(
+                "%r is pinned: beside what is pinned a request has room for %d tokens and not for %d; unpin some, or"
+                " start with a larger cache",
+                request.pin,
+                left,
+                whole,
+            )
+        return ""
 
     def check(self) -> None:
         """Blocks add up, every slot has one owner, counters are not negative."""

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, Protocol
 from headrace.front.collector import Choice, Collector
 from headrace.front.errors import RequestError
 from headrace.front.outputs import TokenUsage
+from headrace.server.logprobs import prompt_logprobs
 from headrace.server.parsers.port import Content, Event
 from headrace.server.timing import timing_of
 from headrace.server.tools import ToolUse
 from headrace.text.tokenizer import Tokenizer
 
-__all__ = ["Answer", "Api", "Route", "Shown", "UsageShown", "finish_name", "usage_body"]
+__all__ = ["Answer", "Api", "Route", "Shown", "UsageShown", "finish_name", "tokens_body", "usage_body"]
 
 
 class Api(NamedTuple):
@@ -142,6 +143,16 @@ class Route(Protocol):
 def finish_name(choice: Choice) -> str:
     assert choice.finish is not None
     return choice.finish
+
+
+def tokens_body(answer: Answer, choice: Choice) -> dict[str, Any]:
+    """What an answer of one choice tells of its tokens, in fields beside its own."""
+    collector, body = choice.collector, dict[str, Any]()
+    if answer.shown.ids:
+        body |= {"prompt_token_ids": collector.prompt, "token_ids": choice.token_ids}
+    if answer.shown.prompt_logprobs:
+        body["prompt_logprobs"] = prompt_logprobs(answer.tokenizer, collector.prompt_logprobs or [])
+    return body
 
 
 def usage_body(usage: TokenUsage) -> dict[str, Any]:

@@ -29,11 +29,12 @@ TYPES = {
 
 
 def anthropic_error_body(error: RequestError) -> dict[str, Any]:
-    """The field's name, which this form has no place for, is in the message."""
+    """The field's name is in the message, too: in Anthropic's own form it has no place."""
     param = error.param or ""
     names_it = not param or param.split("[")[0].split(".")[0] in error.message
     message = error.message if names_it else f"{param}: {error.message}"
-    return {"type": "error", "error": {"type": TYPES.get(error.status, "api_error"), "message": message}}
+    known = {name: value for name, value in (("param", error.param), ("code", error.code)) if value is not None}
+    return {"type": "error", "error": {"type": TYPES.get(error.status, "api_error"), "message": message, **known}}
 
 
 def anthropic_error_response(error: RequestError) -> Response:

@@ -26,7 +26,7 @@ from headrace.server.openapi import add_document
 from headrace.server.operation_routes import add_operation_routes
 from headrace.server.page import add_page
 from headrace.server.prepare import Kitchen, Prepared
-from headrace.server.reading import read_json
+from headrace.server.reading import BodyRoom, read_json
 from headrace.server.replies import Refuse, gone, refusal_of
 from headrace.server.response_routes import add_response_routes
 from headrace.server.service import Service
@@ -47,6 +47,7 @@ def make_app(service: Service, *, version: str) -> FastAPI:
     """An ASGI application over `service`."""
     app = FastAPI(title="Headrace", version=version, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False  # a path is right or unknown
+    app.state.bodies = BodyRoom()
     routes = Routes(service)
     add_operation_routes(app, service, version)
     app.add_route("/v1/models", routes.models, ["GET"])
@@ -105,13 +106,16 @@ class Routes:
         try:
             caller = Caller.of(request.headers)
             self._service.require_entry()
-            data = await read_json(request)
-            with self._service.entering() as kitchen:
-                departed = asyncio.create_task(departure(request.receive))
-                work = asyncio.get_running_loop().run_in_executor(
-                    self._service.workers, _prepare, prepare, kitchen, data, caller
-                )
-                await asyncio.wait({work, departed}, return_when=asyncio.FIRST_COMPLETED)
+            async with read_json(request) as data:
+                with self._service.entering() as kitchen:
+                    departed = asyncio.create_task(departure(request.receive))
+                    running = self._service.workers.submit(_prepare, prepare, kitchen, data, caller)
+                    work = asyncio.wrap_future(running)
+                    await asyncio.wait({work, departed}, return_when=asyncio.FIRST_COMPLETED)
+                    if not work.done() and not running.cancel():
+                        await asyncio.wait({work})  # the client has left; a worker ends what it has begun
+                        work.exception()  # nobody's any more
+                        return response
             response = await self._answer(work, departed, refuse, trace)
         except ClientDisconnect:
             pass

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.front.errors import RequestError
+from headrace.server.body_limits import fail_at_first, require_moderate
 
 __all__ = [
     "Body",
@@ -20,6 +22,7 @@ __all__ = [
     "UnpinBody",
     "as_body",
     "as_chat",
+    "joined",
     "parse_body",
 ]
 
@@ -49,6 +52,10 @@ class Body(BaseModel):
     """Fields of later work, with the values that mean the same as leaving them out."""
     INERT: ClassVar[frozenset[str]] = frozenset()
     """Known to clients and without any effect on the answer."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
+        return fail_at_first(handler(source))
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -219,6 +226,7 @@ def parse_body(data: bytes, cls: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     Raises:
         RequestError: not JSON, a wrong type, or a field whose feature is not built; it names the field.
     """
+    require_moderate(data)
     try:
         body = cls.model_validate_json(data)
     except pydantic.ValidationError as error:
@@ -243,7 +251,21 @@ def as_chat(
     `without_effect` are fields of the chat API that were not passed on. Raises RequestError.
     """
     chat, others = as_body(fields, ChatBody)
+    if chat.n not in (None, 1):
+        raise RequestError(f"n must be 1: an answer of this API has one choice, got {chat.n}", param="n")
     return chat, [name for name in unknown if name in without_effect or name in others]
+
+
+def joined(given: dict[str, Any], own: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of the chat API as a client of another one `given` them, and what that API's `own` fields mean.
+
+    `names` are those of the API's own, by the chat's. Raises RequestError: a client has said both, differently.
+    """
+    own = {name: value for name, value in own.items() if value is not None}
+    for name, value in own.items():
+        if given.get(name) not in (None, value):
+            raise RequestError(f"{name} and {names.get(name, name)} differ: send one", param=name)
+    return {**{name: value for name, value in given.items() if value is not None}, **own}
 
 
 def unknown_fields(body: Body) -> list[str]:

@@ -66,7 +66,8 @@ class _CacheRoutes:
 
     async def _unpin(self, request: Request) -> dict[str, Any]:
         require_reuse(self._service.info())
-        body, _ = parse_body(await read_json(request), UnpinBody)
+        async with read_json(request) as data:
+            body, _ = parse_body(data, UnpinBody)
         answer = await self._service.ask(wire.Unpin(0, name_of(body.name, "name")))
         assert isinstance(answer, wire.Pins)
         if not answer.found:

@@ -44,6 +44,8 @@ class CompletionRoute:
             collector = choice.collector
             entries = self._prompt_entries(collector)
             entry["logprobs"] = self._lists(choice, collector.prompt, entries, shown.logprobs, offset=0)
+        if shown.ids:
+            entry["prompt_token_ids"] = choice.collector.prompt
         return self._chunks.event(entry, choice)
 
     def piece(self, choice: Choice, prompt: int, *, parts_from: int, tokens_from: int, events_from: int) -> bytes:
@@ -59,8 +61,11 @@ class CompletionRoute:
             "logprobs": self._logprobs(choice, prompt, parts_from=parts_from, tokens_from=tokens_from),
             "finish_reason": None,
         }
-        if self._answer.shown.ids:
+        shown = self._answer.shown
+        if shown.ids:
             entry["token_ids"] = choice.token_ids[tokens_from:]
+            if tokens_from == 0 and shown.echo is None:
+                entry["prompt_token_ids"] = choice.collector.prompt
         return self._chunks.event(entry, choice)
 
     def end(self, choice: Choice, prompt: int) -> bytes:

@@ -9,6 +9,7 @@ from headrace.front.collector import Choice, Collector
 from headrace.front.errors import RequestError
 from headrace.front.tracing import NO_TRACE, Trace
 from headrace.log import get
+from headrace.seam import NO_TOKEN
 from headrace.server.answer import Answer, Route
 from headrace.server.feed import Feed
 
@@ -105,7 +106,8 @@ class Job:
         """An error of one prompt is the whole request's; one that timed out without a token is an error too."""
         if collector.error_param:
             message = f"{collector.error_param}: {collector.error}"
-            return self.fail(message, code="invalid_grammar", status=400, param=collector.error_param)
+            code = "no_token_left" if collector.error == NO_TOKEN else "invalid_grammar"
+            return self.fail(message, code=code, status=400, param=collector.error_param)
         if collector.error:
             return self.fail(collector.error, code="request_failed", status=self.answer.failure_status)
         if collector.is_done and not self._begun and all(_is_late(choice) for choice in collector.choices):

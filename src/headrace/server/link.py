@@ -51,8 +51,8 @@ class RuntimeLink:
         """From the event loop's thread; order is kept. The caller encodes: a value that can't travel is its concern."""
         self._outbox.put_nowait(frame)
 
-    async def ask(self, question: wire.Question, *, timeout_s: float) -> wire.Answer | None:
-        """None: no answer in time, or nobody to give one any more."""
+    async def ask(self, question: wire.Question, *, timeout_s: float | None) -> wire.Answer | None:
+        """None: no answer in time (a `timeout_s` of None waits as long as it takes), or nobody to give one any more."""
         future: asyncio.Future[wire.Answer | None] = asyncio.get_running_loop().create_future()
         self._asked.append(future)
         self.send(wire.encode(question))

@@ -6,7 +6,7 @@ import json
 from typing import Any, ClassVar, cast
 
 from headrace.front.errors import RequestError
-from headrace.server.bodies import Body
+from headrace.server.bodies import Body, joined
 
 __all__ = ["FROM_CHAT", "CountBody", "MessageBody", "chat_fields"]
 
@@ -20,9 +20,8 @@ FROM_CHAT = {
 """Names of the chat's fields in this API, for errors."""
 
 NOT_PASSED_ON = frozenset(
-    {"n", "best_of", "stop", "max_completion_tokens", "logprobs", "top_logprobs", "use_beam_search", "echo",
-     "prompt_logprobs", "detokenize", "functions", "function_call", "response_format", "return_token_ids",
-     "stream_options", "parallel_tool_calls"}
+    {"stop", "max_completion_tokens", "logprobs", "top_logprobs", "echo", "detokenize", "functions", "function_call",
+     "response_format", "stream_options", "parallel_tool_calls"}
 )  # fmt: skip
 """Fields of the chat API that this one hasn't; without effect here."""
 
@@ -67,8 +66,7 @@ def chat_fields(body: CountBody) -> dict[str, Any]:
     }
     choice = body.tool_choice or {}
     config = body.output_config or {}
-    fields: dict[str, Any] = {
-        **passed_on,
+    own: dict[str, Any] = {
         "model": body.model,
         "messages": _messages(body),
         "tools": [_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())] or None,
@@ -79,12 +77,12 @@ def chat_fields(body: CountBody) -> dict[str, Any]:
         **_thinking(body.thinking),
     }
     if isinstance(body, MessageBody):
-        fields |= {
+        own |= {
             "max_completion_tokens": body.max_tokens,
             "stop": body.stop_sequences or None,
             "stream": body.stream,
         }
-    return {name: value for name, value in fields.items() if value is not None}
+    return joined(passed_on, own, FROM_CHAT)
 
 
 def _thinking(given: dict[str, Any] | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from headrace.server.generating import Generate
 from headrace.server.message_body import FROM_CHAT, NOT_PASSED_ON, CountBody, MessageBody, chat_fields
 from headrace.server.message_writer import MESSAGE
 from headrace.server.prepare import Kitchen, Prepared
-from headrace.server.renamed import renamed
+from headrace.server.renamed import names_for, renamed
 from headrace.server.replies import GONE_STATUS
 from headrace.server.service import Service
 from headrace.server.tenancy import Caller
@@ -49,17 +49,17 @@ def prepare(kitchen: Kitchen, data: bytes, caller: Caller) -> Prepared:
     """Raises RequestError or NotImplementedError, naming the field."""
     body, unknown = parse_body(data, MessageBody)
     fields = chat_fields(body)
-    with renamed(FROM_CHAT):
+    with renamed(names_for(FROM_CHAT, body, without_effect=NOT_PASSED_ON)):
         chat, unknown = as_chat(fields, unknown, without_effect=NOT_PASSED_ON)
         return kitchen.chat_of(chat, unknown, caller, api=MESSAGE)
 
 
 def count(kitchen: Kitchen, data: bytes) -> dict[str, Any]:
     body, _ = parse_body(data, CountBody)
-    with renamed(FROM_CHAT):
+    with renamed(names_for(FROM_CHAT, body, without_effect=NOT_PASSED_ON)):
         chat, _ = as_body(chat_fields(body), ChatBody)
         kitchen.check_model(chat.model)
-        return {"input_tokens": len(kitchen.rendered(chat).ids)}
+        return {"input_tokens": len(kitchen.rendered(chat, most=kitchen.most_counted).ids)}
 
 
 def _named(response: Response) -> Response:

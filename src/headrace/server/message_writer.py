@@ -11,7 +11,7 @@ import msgspec
 from headrace.front.collector import Choice, Collector
 from headrace.front.errors import RequestError
 from headrace.front.outputs import TokenUsage
-from headrace.server.answer import Answer, Api
+from headrace.server.answer import Answer, Api, tokens_body
 from headrace.server.anthropic_errors import anthropic_error_body
 from headrace.server.parsers.port import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from headrace.server.sse import typed_event
@@ -43,11 +43,22 @@ class MessageWriter:
         self._take(self._answer.events(choice))
         self._close()
         message = self._message(choice)
-        return encode({**message, **self._ending(choice), "content": self._blocks, "usage": _usage(choice.collector)})
+        return encode(
+            {
+                **message,
+                **self._ending(choice),
+                "content": self._blocks,
+                "usage": _usage(self._answer.total_usage(collectors)),
+                **tokens_body(self._answer, choice),
+            }
+        )
 
     def opening(self, choice: Choice, prompt: int) -> bytes:
-        usage = {**_usage(choice.collector), "output_tokens": 0}
-        started = {"type": "message_start", "message": {**self._message(choice), "usage": usage}}
+        usage = {**_usage(choice.collector.usage()), "output_tokens": 0}
+        message = {**self._message(choice), "usage": usage}
+        if self._answer.shown.ids:
+            message["prompt_token_ids"] = choice.collector.prompt
+        started = {"type": "message_start", "message": message}
         return typed_event(started) + typed_event({"type": "ping"})
 
     def piece(self, choice: Choice, prompt: int, *, parts_from: int, tokens_from: int, events_from: int) -> bytes:
@@ -55,9 +66,11 @@ class MessageWriter:
         return b"".join(map(typed_event, self._take(events)))
 
     def end(self, choice: Choice, prompt: int) -> bytes:
-        last = [*self._close(), {"type": "message_delta", "delta": self._ending(choice),
-                                 "usage": _usage(choice.collector)}, {"type": "message_stop"}]  # fmt: skip
-        return b"".join(map(typed_event, last))
+        delta: dict[str, Any] = {"type": "message_delta", "delta": self._ending(choice)}
+        delta["usage"] = _usage(self._answer.total_usage([choice.collector]))
+        if self._answer.shown.ids:
+            delta["token_ids"] = choice.token_ids
+        return b"".join(map(typed_event, [*self._close(), delta, {"type": "message_stop"}]))
 
     def closing(self, usage: TokenUsage) -> bytes:
         return b""
@@ -141,10 +154,10 @@ class MessageWriter:
 MESSAGE = Api("msg_", MessageWriter)
 
 
-def _usage(collector: Collector) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     """`input_tokens` are those that had to be computed."""
-    usage = collector.usage()
     return {
+        **({"timing": usage.timing.body} if usage.timing is not None else {}),
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
         "cache_creation_input_tokens": 0,

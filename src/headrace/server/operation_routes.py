@@ -82,7 +82,7 @@ class _OperationRoutes:
             self._told = answer
         except Unavailable:
             pass  # the last known values stand
-        gauges = {"engine_ready": float(self._state == "ready"), "engine_stalled": float(service.is_stalled)}
+        gauges = {"engine_ready": float(self._state == "ready"), "engine_stalled": float(service.stall.is_stalled)}
         gauges |= self._memory()
         text = await asyncio.to_thread(service.meter.metrics.render, self._told, gauges, self._infos())
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -109,7 +109,7 @@ class _OperationRoutes:
 
     @property
     def _state(self) -> str:
-        return "stalled" if self._service.is_stalled else self._service.state
+        return "stalled" if self._service.stall.is_stalled else self._service.state
 
     async def _probe(self) -> None:
         service = self._service
@@ -143,6 +143,7 @@ class _OperationRoutes:
                 "reuse_granularity": info.reuse.granularity,
                 "event_buffer_max_size": info.reuse.event_buffer,
                 "salt_from_api_key": service.options.cache_salt_from_api_key,
+                "scales": {str(layer): scales for layer, scales in info.startup.kv_scales.items()},
             },
             "memory": info.startup.memory,
             "configuration": info.startup.settings,
@@ -176,7 +177,8 @@ class _OperationRoutes:
         return answer.iterations
 
     async def _start_profile(self, request: Request) -> dict[str, Any]:
-        body, _ = parse_body(await read_json(request), ProfileBody)
+        async with read_json(request) as data:
+            body, _ = parse_body(data, ProfileBody)
         kinds = {"GPU" if kind == "CUDA_PROFILER" else kind for kind in body.activities or ()}
         return await self._profile(
             wire.Profile(

@@ -25,7 +25,7 @@ SAME_NAME = (
     "include_stop_str_in_output", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "prompt_ignore_length", "no_repeat_ngram_size", "bad", "bad_token_ids", "use_beam_search", "length_penalty",
     "early_stopping", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens",
-    "truncate_prompt_tokens", "detokenize", "n",
+    "truncate_prompt_tokens", "detokenize", "n", "thinking_token_budget",
 )  # fmt: skip
 """Fields that go over as they are; null is the parameter's default."""
 
@@ -36,10 +36,12 @@ def chat_params(body: ChatBody) -> SamplingParams:
         raise RequestError("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if max_tokens == 0:
-        raise RequestError(f"{param} must be at least 1, got 0", param=param)
+    if max_tokens is not None and max_tokens < 1:
+        raise RequestError(f"{param} must be at least 1, got {max_tokens}", param=param)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.top_logprobs is not None and body.top_logprobs < 0:
+        raise RequestError(f"top_logprobs must be at least 0, got {body.top_logprobs}", param="top_logprobs")
     _check_at_most("top_logprobs", body.top_logprobs, MAX_TOP_LOGPROBS)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _params(body, max_tokens=max_tokens, logprobs=logprobs)

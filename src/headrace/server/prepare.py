@@ -25,7 +25,7 @@ from headrace.server.parsing import Parsing
 from headrace.server.reasoning import variables_of
 from headrace.server.rules import RequestRules
 from headrace.server.tenancy import SESSION_HEADER, Caller, salt_of
-from headrace.server.thinking import BUDGET, budget_of
+from headrace.server.thinking import budget_of
 from headrace.server.tools import ToolUse, tool_use_of
 from headrace.text.given_template import MAX_GIVEN_BYTES, GivenTemplate
 from headrace.text.template import ChatTemplate
@@ -39,6 +39,8 @@ COMPLETION_MAX_TOKENS = 16
 HTTP_UNSET = {"temperature": 1.0, "top_p": 1.0}
 """What the API's defaults are, where neither the request nor the model's generation config says anything."""
 MAX_PROMPTS = 4096
+MAX_COUNTED_TOKENS = 1 << 18
+"""Of a text that is only tokenised; a larger context allows more."""
 MAX_SEQUENCES = 4096
 """Of one request: prompts times choices."""
 
@@ -103,16 +105,24 @@ class Kitchen:
         options = replace(
             self._options(answer, body, caller),
             grammar_starts_after=parsed.starts_after,
-            thinking=self._cap(body, params, rendered.text, use),
+            thinking=self._cap(body, rendered.text, use),
         )
         if parsed.guided_by_tools:
             options = replace(options, grammar_param="tools")
         return self._prepared(answer, params, [rendered.ids], options, unknown, new_text=parsed.new_text)
 
-    def rendered(self, body: ChatBody) -> Rendered:
-        """The prompt that the template makes of a chat. Raises RequestError."""
+    def rendered(self, body: ChatBody, *, most: int | None = None) -> Rendered:
+        """The prompt that the template makes of a chat, of `most` tokens or what the context holds.
+
+        Raises RequestError.
+        """
         wants_answer = body.add_generation_prompt is not False
-        return self._chat_prompt(body.messages, body, add_generation_prompt=wants_answer)
+        return self._chat_prompt(body.messages, body, add_generation_prompt=wants_answer, most=most)
+
+    @property
+    def most_counted(self) -> int:
+        """Tokens that a text may have where nothing is generated."""
+        return max(MAX_COUNTED_TOKENS, self.builder.info.max_seq_len)
 
     def time_limit_s(self, wanted_s: float | None) -> float | None:
         """The server's or the client's, whichever is up first."""
@@ -137,7 +147,7 @@ class Kitchen:
             )
         ids = [self.builder.encode(p, params) if isinstance(p, str) else p for p in prompts]
         is_capped = body.thinking_token_budget is not None
-        caps = [self._cap(body, params, self._as_text(p)) for p in prompts] if is_capped else []
+        caps = [self._cap(body, self._as_text(p)) for p in prompts] if is_capped else []
         if body.echo:
             echo = [
                 p if isinstance(p, str) and params.truncate_prompt_tokens is None else self._shown(i, params)
@@ -179,23 +189,13 @@ class Kitchen:
         size = self.builder.info.num_valid_ids  # others are refused later
         return self.tokenizer.decode([i for i in prompt if 0 <= i < size], skip_special_tokens=False)
 
-    def _cap(
-        self, body: GenerationBody, params: SamplingParams, prompt: str, use: ToolUse | None = None
-    ) -> ThinkingCap | None:
+    def _cap(self, body: GenerationBody, prompt: str, use: ToolUse | None = None) -> ThinkingCap | None:
         """The limit on the reasoning. `use` is a chat's. Raises RequestError."""
         budget = budget_of(body, self.rules.thinking_budgets)
         if budget is None or not (budget.is_asked_for or self.parsing.thinking):
             return None
         variables = variables_of(body) if isinstance(body, ChatBody) else {}
-        cap = self.parsing.cap(budget, prompt, use, variables=variables)
-        whole = budget.num_tokens + len(cap.ends[0])
-        if budget.is_asked_for and params.max_tokens is not None and whole >= params.max_tokens:
-            raise RequestError(
-                f"{BUDGET} {budget.num_tokens} and the end of the reasoning leave nothing of {params.max_tokens} tokens"
-                " for an answer: lower it, or allow more tokens in all",
-                param=BUDGET,
-            )
-        return cap
+        return self.parsing.cap(budget, prompt, use, variables=variables)
 
     def _shown(self, ids: list[int], params: SamplingParams) -> str:
         if self.tokenizer is None:
@@ -230,7 +230,12 @@ class Kitchen:
         )
 
     def _chat_prompt(
-        self, messages: list[dict[str, Any]], body: ChatBody | PinBody, *, add_generation_prompt: bool
+        self,
+        messages: list[dict[str, Any]],
+        body: ChatBody | PinBody,
+        *,
+        add_generation_prompt: bool,
+        most: int | None = None,
     ) -> Rendered:
         template = self.template
         if template is None or self.tokenizer is None:
@@ -248,7 +253,10 @@ class Kitchen:
             )
             check_roles(messages, template.source)  # behind the template, whose own message says more
             # The template writes BOS itself, so the tokenizer must not.
-            return Rendered(text, self.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
+            params = SamplingParams(add_special_tokens=bool(body.add_special_tokens))
+            if isinstance(body, ChatBody):
+                params.truncate_prompt_tokens = body.truncate_prompt_tokens
+            return Rendered(text, self.builder.encode(text, params, param="messages", most=most))
         except RequestError:
             raise
         except ValueError as error:

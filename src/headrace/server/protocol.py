@@ -23,12 +23,16 @@ log = get("server")
 
 HEAD_TIMEOUT_S = 30.0
 """From a connection's first byte, or its opening, to the end of a request's headers."""
+TAKE_TIMEOUT_S = 30.0
+"""A client that has taken nothing of what waits for it for so long is given up."""
 
 
 class Connection(Base):
-    """A client that sends half a request line and nothing more holds its connection for `HEAD_TIMEOUT_S` only."""
+    """A client that sends half a request line and nothing more holds its connection for `HEAD_TIMEOUT_S` only, and one
+    that doesn't read its answer for `TAKE_TIMEOUT_S`."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _take_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -40,7 +44,33 @@ class Connection(Base):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_timer()
+        self._forget_taking()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """What the socket doesn't take piles up: from now on nothing is added to it."""
+        super().pause_writing()
+        self._watch_taking(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._forget_taking()
+        super().resume_writing()
+
+    def _watch_taking(self, num_bytes: int) -> None:
+        self._take_timer = self.loop.call_later(TAKE_TIMEOUT_S, self._check_taken, num_bytes)
+
+    def _check_taken(self, before: int) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        if waiting < before:
+            self._watch_taking(waiting)
+            return
+        log.info("a client has taken nothing of its answer for %g s: its connection is closed", TAKE_TIMEOUT_S)
+        self.transport.abort()
+
+    def _forget_taking(self) -> None:
+        if self._take_timer is not None:
+            self._take_timer.cancel()
+            self._take_timer = None
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP request. Nothing can be said any more inside an answer that has begun."""

@@ -7,8 +7,15 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from headrace.front.errors import RequestError
+from headrace.server.bodies import Body
 
-__all__ = ["renamed"]
+__all__ = ["names_for", "renamed"]
+
+
+def names_for(names: Mapping[str, str], body: Body, *, without_effect: frozenset[str]) -> Mapping[str, str]:
+    """Of another API's `names`, those that its client has used: `body` may have a field of the chat API as it is."""
+    given = (body.model_extra or {}).keys() - without_effect
+    return {name: own for name, own in names.items() if name not in given}
 
 
 @contextmanager

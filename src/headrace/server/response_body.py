@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 from pydantic import BaseModel, ConfigDict
 
 from headrace.front.errors import RequestError
-from headrace.server.bodies import Body
+from headrace.server.bodies import Body, joined
 
 __all__ = ["FROM_CHAT", "ResponseBody", "chat_fields"]
 
@@ -16,12 +16,13 @@ FROM_CHAT = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }
 """Names of the chat's fields in this API, for errors."""
 
 NOT_PASSED_ON = frozenset(
-    {"messages", "n", "best_of", "max_tokens", "max_completion_tokens", "logprobs", "use_beam_search", "echo",
-     "prompt_logprobs", "detokenize", "functions", "function_call", "response_format", "return_token_ids"}
+    {"messages", "max_tokens", "max_completion_tokens", "logprobs", "echo", "detokenize", "functions", "function_call",
+     "response_format"}
 )  # fmt: skip
 """Fields of the chat API that this one hasn't; without effect here."""
 
@@ -103,8 +104,7 @@ def chat_fields(body: ResponseBody, messages: list[dict[str, Any]]) -> dict[str,
     if isinstance(choice, dict):
         tools, choice = _choice(choice, tools)
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
-    fields: dict[str, Any] = {
-        **passed_on,
+    own: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
@@ -117,8 +117,8 @@ def chat_fields(body: ResponseBody, messages: list[dict[str, Any]]) -> dict[str,
         "reasoning_effort": reasoning.effort,
     }
     if body.wants_logprobs:
-        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    return {name: value for name, value in fields.items() if value is not None}
+        own |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    return joined(passed_on, own, FROM_CHAT)
 
 
 def _tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -158,4 +158,6 @@ def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     if given.get("type") != "json_schema":
         return given
+    if given.get("schema") is None:
+        raise RequestError("text.format: schema is missing", param="text.format")
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}

@@ -15,7 +15,7 @@ from headrace.server.answer import Api
 from headrace.server.bodies import as_chat, parse_body
 from headrace.server.generating import Generate
 from headrace.server.prepare import Kitchen, Prepared
-from headrace.server.renamed import renamed
+from headrace.server.renamed import names_for, renamed
 from headrace.server.replies import reply
 from headrace.server.response_body import FROM_CHAT, NOT_PASSED_ON, ResponseBody, chat_fields
 from headrace.server.response_items import Item, as_items, chat_messages
@@ -84,7 +84,7 @@ class _ResponseRoutes:
         fields = chat_fields(body, messages)
         keeps = body.store is not False and self._store.is_on
         asked = Asked(body=body, before=before, items=items, owner=owner, keep=self._store.put if keeps else None)
-        with renamed(FROM_CHAT):
+        with renamed(names_for(FROM_CHAT, body, without_effect=NOT_PASSED_ON)):
             chat, unknown = as_chat(fields, unknown, without_effect=NOT_PASSED_ON)
             api = Api("resp_", partial(ResponseWriter, asked=asked), prompt="input")
             return kitchen.chat_of(chat, unknown, caller, api=api)

@@ -12,7 +12,7 @@ import msgspec
 from headrace.front.collector import Choice, Collector
 from headrace.front.errors import RequestError
 from headrace.front.outputs import TokenUsage
-from headrace.server.answer import Answer, usage_body
+from headrace.server.answer import Answer, tokens_body, usage_body
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.response_body import ResponseBody
 from headrace.server.response_items import Item
@@ -100,7 +100,7 @@ class ResponseWriter:
         """The whole object; kept, if it is to be kept."""
         asked, answer = self._asked, self._answer
         error = None if choice.finish in ("stop", "length") else f"the request ended early: {choice.finish}"
-        body = encode(self._body(_status(choice), usage=usage, error=error))
+        body = encode({**self._body(_status(choice), usage=usage, error=error), **tokens_body(answer, choice)})
         if asked.keep is not None:
             asked.keep(
                 StoredResponse.of(

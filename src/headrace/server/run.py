@@ -10,8 +10,11 @@ import resource
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import uvicorn
@@ -34,6 +37,7 @@ LAST_WORDS_S = 0.3
 FLUSH_TIMEOUT_S = 5
 """For clients to take the last bytes of their answers."""
 BACKLOG = 2048
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 READY_PERIOD_S = 0.05
 
 
@@ -169,6 +173,8 @@ class Process:
     rpc: Callable[[Service], Way] | None = None
     """gRPC has the listener's address; HTTP is at `http_listener`, if there is one."""
     http_listener: socket.socket | None = None
+    pulse: Path | None = None
+    """A file that the event loop touches as long as it turns."""
     waits_until_ready: bool = False
     """Takes no connection before it can answer: another process does meanwhile."""
 
@@ -184,7 +190,10 @@ def serve(
 ) -> Outcome:
     """Serve until a signal or a failure. No child is left when it returns."""
     _allow_connections()
-    return asyncio.run(_Life(listener, runtime, load_text, options, version, process or Process()).run())
+    outcome = asyncio.run(_Life(listener, runtime, load_text, options, version, process or Process()).run())
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # else the interpreter's end makes them deadly again
+    return outcome
 
 
 def _allow_connections() -> None:
@@ -247,17 +256,14 @@ class _Life:
         self._service = Service(options, load_text)
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
+        self._drain_until_s = 0.0
         self._ways: list[Way] = [] if process.rpc is None else [process.rpc(self._service)]
         http = listener if process.rpc is None else process.http_listener
         if http is not None:
             self._ways.append(_Http(self._service, http, version, process.tls))
 
     async def run(self) -> Outcome:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: it shall outlive its terminal
-            loop.add_signal_handler(number, self._on_signal, number)
+        self._take_signals(asyncio.get_running_loop())
         serving = asyncio.create_task(self._serve())
         watching = asyncio.create_task(self._watch())
         fronts = self._process.fronts
@@ -273,9 +279,9 @@ class _Life:
                 way.stop()
             await asyncio.wait({serving}, timeout=FLUSH_TIMEOUT_S + 1)
         finally:
-            watching.cancel()
             await self._service.close()
-            await asyncio.to_thread(fronts.close, FLUSH_TIMEOUT_S + 1)
+            await asyncio.to_thread(fronts.close, self._drain_left_s + FLUSH_TIMEOUT_S + 1)
+            watching.cancel()
             await asyncio.to_thread(self._runtime.close, 4.0)
         return self._outcome()
 
@@ -283,6 +289,18 @@ class _Life:
         while self._process.waits_until_ready and self._service.state == "loading":
             await asyncio.sleep(READY_PERIOD_S)
         await asyncio.gather(*(way.serve() for way in self._ways))
+
+    def _take_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        """For good: the loop's own handlers would be gone with it, and a signal at the last moment change the end."""
+
+        def take(number: int, frame: FrameType | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
+                loop.call_soon_threadsafe(self._on_signal, signal.Signals(number))
+
+        for number in SIGNALS:
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: it shall outlive its terminal
+            signal.signal(number, take)
 
     def _on_signal(self, number: signal.Signals) -> None:
         first = not self._stop.is_set()
@@ -311,6 +329,7 @@ class _Life:
 
     async def _drain(self) -> None:
         service = self._service
+        self._drain_until_s = time.monotonic() + self._options.shutdown_timeout_s
         service.drain()
         if service.jobs:
             log.info(
@@ -328,6 +347,13 @@ class _Life:
             service.end_all("the server is shutting down", code="shutting_down", status=503)
         log.info("stopped")
 
+    @property
+    def _drain_left_s(self) -> float:
+        """What the other server processes may still need for their requests; a second signal is theirs, too."""
+        if self._service.failure is not None or self._force.is_set():
+            return 0.0
+        return max(self._drain_until_s - time.monotonic(), 0.0)
+
     async def _until_idle(self) -> None:
         while self._service.jobs and self._service.failure is None:
             self._service.changed.clear()
@@ -337,6 +363,9 @@ class _Life:
         """Notice a runtime, or another server process, that ends without a word."""
         fronts = self._process.fronts
         while self._runtime.returncode is None:
+            if self._process.pulse is not None:
+                with contextlib.suppress(OSError):  # its folder has gone with the first process
+                    self._process.pulse.touch()
             if (cause := fronts.cause_of_death) and not self._stop.is_set():
                 self._service.fail(wire.Failed(cause))
             await asyncio.sleep(WATCH_PERIOD_S)

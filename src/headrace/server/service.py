@@ -17,6 +17,7 @@ from headrace.front.router import Router
 from headrace.front.text_side import TextSide
 from headrace.front.tracing import NO_TRACE, NO_TRACES, Trace, Tracer
 from headrace.log import get
+from headrace.server.counters import Counters
 from headrace.server.errors import Unavailable
 from headrace.server.feed import Feed
 from headrace.server.job import Job
@@ -28,6 +29,7 @@ from headrace.server.prepare import Kitchen, Prepared
 from headrace.server.pump import Batch, Pump
 from headrace.server.replies import GONE_STATUS
 from headrace.server.rules import RequestRules
+from headrace.server.stall import StallWatch
 
 __all__ = ["Apis", "Operations", "Service", "ServiceOptions", "State"]
 
@@ -38,7 +40,6 @@ State = Literal["loading", "ready", "draining", "failed"]
 RETRY_LOADING_S = 5
 ASK_TIMEOUT_S = 10.0
 MAX_RETRY_S = 60
-STALL_PERIOD_S = 0.5
 WORKER_NAME = "headrace-input"
 
 
@@ -94,7 +95,7 @@ class ServiceOptions:
     max_queued_tokens: int | None = None
     shutdown_timeout_s: float = 30.0
     stall_timeout_s: float = 60.0
-    """Without a finished step for so long while requests run, the server isn't ready."""
+    """Without a finished step for so long while requests run, or an answer while none do, the server isn't ready."""
     num_workers: int = 8
     """Threads that render templates and tokenise."""
     reasoning_parser: str | None = None
@@ -108,17 +109,12 @@ class ServiceOptions:
     rules: RequestRules = field(default_factory=RequestRules)
 
 
-@dataclass
-class Counters:
-    """Since the start."""
+@dataclass(frozen=True)
+class _Begun:
+    """What there is from the start on."""
 
-    accepted: int = 0
-    rejected: int = 0
-    disconnected: int = 0
-    entering: int = 0
-    """Now: requests that are being prepared."""
-    warned: set[str] = field(default_factory=set[str])
-    """Unknown field names that have been logged."""
+    info: asyncio.Future[wire.ModelInfo]
+    tasks: list[asyncio.Future[None]]
 
 
 class Service:
@@ -138,24 +134,27 @@ class Service:
         """Set whenever the state changes or a job ends; whoever waits clears it."""
         self._load_text = load_text
         self._kitchen: Kitchen | None = None
-        self._info: asyncio.Future[wire.ModelInfo] | None = None
+        self._begun: _Begun | None = None
         self._link: RuntimeLink | None = None
         self._pump = Pump(self.router, deliver=self._deliver_soon, on_control=self._control_soon)
-        self._tasks: list[asyncio.Task[None]] = []
+        self.stall = StallWatch(
+            self, options.stall_timeout_s, on_stall=self.meter.metrics.counters["engine_stalls"].inc
+        )
 
     # ---- life --------------------------------------------------------------------------------
 
     def start(self, address: str) -> None:
         """Connect to the runtime, which may still be loading."""
-        self._info = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._become_ready(self._info)), asyncio.create_task(self._watch_steps())]
+        info: asyncio.Future[wire.ModelInfo] = asyncio.get_running_loop().create_future()
+        work = self._become_ready(info), *self.stall.watchers()
+        self._begun = _Begun(info, [asyncio.ensure_future(each) for each in work])
         self._pump.start()
         self._link = RuntimeLink(address, self._pump.put, front=self.router.front, on_failure=self._link_failed)
         self._link.start()
 
     async def close(self) -> None:
         self._pump.close()
-        for task in self._tasks:
+        for task in [] if self._begun is None else self._begun.tasks:
             task.cancel()
         if self._link is not None:
             await self._link.close()
@@ -189,23 +188,19 @@ class Service:
         self.changed.set()
 
     @property
-    def is_stalled(self) -> bool:
-        """Requests run, and the engine has finished no step for `stall_timeout_s`."""
-        silent_s = time.monotonic() - self._pump.progress_s
-        return self.state == "ready" and bool(self.jobs) and silent_s > self.options.stall_timeout_s
+    def num_jobs(self) -> int | None:
+        """Requests under way; None while no engine need be there."""
+        return len(self.jobs) if self.state == "ready" else None
 
-    async def _watch_steps(self) -> None:
-        """Every stall is told once, while it lasts and when it is over."""
-        while True:
-            await asyncio.sleep(STALL_PERIOD_S)
-            if not self.is_stalled:
-                continue
-            self.meter.metrics.counters["engine_stalls"].inc()
-            log.error("no step for %g s while %d requests run: the server is not ready", self.options.stall_timeout_s,
-                      len(self.jobs))  # fmt: skip
-            while self.is_stalled:
-                await asyncio.sleep(STALL_PERIOD_S)
-            log.info("the engine makes steps again" if self.state == "ready" else "the engine has stopped")
+    @property
+    def progress_s(self) -> float:
+        """time.monotonic() when the engine last told of a step, or got something to do."""
+        return self._pump.progress_s
+
+    async def answer(self) -> None:
+        """Returns when the engine has answered a question."""
+        assert self._link is not None
+        await self._link.ask(wire.GetStats(drain=False), timeout_s=None)
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -327,9 +322,9 @@ class Service:
         self._soon(lambda: self._control(message))
 
     def _soon(self, call: Callable[[], None]) -> None:
-        assert self._info is not None
+        assert self._begun is not None
         try:
-            self._info.get_loop().call_soon_threadsafe(call)
+            self._begun.info.get_loop().call_soon_threadsafe(call)
         except RuntimeError:  # the loop has ended, and everybody with it
             log.debug("output after the end of the server")
 
@@ -354,11 +349,11 @@ class Service:
         job.trace.end(job, error or job.error)
 
     def _control(self, message: wire.Down) -> None:
-        assert self._info is not None
+        assert self._begun is not None
         if isinstance(message, wire.Failed):
             self.fail(message)
-        elif isinstance(message, wire.Ready) and not self._info.done():
-            self._info.set_result(message.info)
+        elif isinstance(message, wire.Ready) and not self._begun.info.done():
+            self._begun.info.set_result(message.info)
         elif isinstance(message, wire.Answer):
             assert self._link is not None
             self._link.answered(message)

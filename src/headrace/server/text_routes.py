@@ -72,11 +72,13 @@ def tokenize(kitchen: Kitchen, data: bytes) -> dict[str, Any]:
         raise RequestError("send either prompt or messages", param="prompt")
     if body.prompt is not None:
         ids = kitchen.builder.encode(
-            body.prompt, SamplingParams(add_special_tokens=body.add_special_tokens is not False)
+            body.prompt,
+            SamplingParams(add_special_tokens=body.add_special_tokens is not False),
+            most=kitchen.most_counted,
         )
     else:
         fields = body.model_dump(exclude_none=True, exclude={"return_token_strs"})
-        ids = kitchen.rendered(as_body(fields, ChatBody)[0]).ids
+        ids = kitchen.rendered(as_body(fields, ChatBody)[0], most=kitchen.most_counted).ids
     names = {"token_strs": [token_name(tokenizer, id) for id in ids]} if body.return_token_strs else {}
     return {"count": len(ids), "max_model_len": kitchen.builder.info.max_seq_len, "tokens": ids, **names}
 
@@ -96,7 +98,7 @@ def render(kitchen: Kitchen, data: bytes) -> dict[str, Any]:
     """The prompt of a chat body, as text and as ids; nothing is generated."""
     body, _ = parse_body(data, ChatBody)
     kitchen.check_model(body.model)
-    text, ids = kitchen.rendered(body)
+    text, ids = kitchen.rendered(body, most=kitchen.most_counted)
     return {"prompt": text, "prompt_token_ids": ids, "count": len(ids)}
 
 

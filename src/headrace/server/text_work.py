@@ -29,9 +29,9 @@ async def answer_text(
 
     async def made() -> bytes:
         with service.entering() as kitchen:
-            data = await read_json(request)
-            return await asyncio.get_running_loop().run_in_executor(
-                service.workers, lambda: msgspec.json.encode(work(kitchen, data))
-            )
+            async with read_json(request) as data:
+                return await asyncio.get_running_loop().run_in_executor(
+                    service.workers, lambda: msgspec.json.encode(work(kitchen, data))
+                )
 
     return await reply(made, refuse)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, cast
 
 from headrace.bench.page import document, facts_html, figures_html, table_html
 from headrace.bench.report import Point
 from headrace.bench.table import slo_text
 from headrace.tune.judge import Figures, Goal, figures_of
 from headrace.tune.search import text_of
-from headrace.tune.store import Journal, Trial
+from headrace.tune.store import AGAIN, Journal, Trial
 
 __all__ = ["Measured", "as_page", "front_of", "paint"]
 
@@ -66,6 +66,9 @@ def paint(axes: Any, measured: Sequence[Measured]) -> None:
     best = [one for one in measured if one.is_best]
     axes.plot(*zip(*(one.place for one in best)), "*", color=ORANGE, markersize=14, label="chosen settings")
     for one in front:
+        if any(one.trial.settings == each.trial.settings and one.point.load == each.point.load
+               for each in front[: front.index(one)]):  # fmt: skip
+            continue  # measured twice
         label = f"{one.trial.name}\n{one.point.load.name}"
         axes.annotate(label, one.place, xytext=(6, 4), textcoords="offset points", fontsize=6)
     right, top = (max(one.place[axis] for one in measured) for axis in (0, 1))
@@ -81,7 +84,7 @@ def as_page(journal: Journal, goal: Goal, best: Trial, *, yaml: str, pictures: d
         ("limits", f"{slo_text(goal.slo)} for {goal.quantile:.0%} of the requests each" if goal.slo.limits else "none"),
         ("chosen", best.name),
         ("measured", text_of(best.measured)),
-        *((name, str(value)) for name, value in journal.asked.items() if name not in ("model", "goal")),
+        *((name, _plain(value)) for name, value in journal.asked.items() if name not in ("model", "goal")),
     ]
     head = ("trial", "settings", "outcome", "tok/s", "predicted", "TTFT ms", "TPOT ms", "at", "reason")
     parts = [
@@ -91,17 +94,24 @@ def as_page(journal: Journal, goal: Goal, best: Trial, *, yaml: str, pictures: d
         f"<pre>{escape(yaml)}</pre>",
         *figures_html(pictures),
         "<h2>Trials</h2>",
-        table_html([head, *(_row(trial) for trial in journal.trials)]),
+        table_html([head, *(_row(trial) for trial in journal.trials)], texts=(1, 8)),
         f'<p class="note">Times at the {goal.quantile:.0%} quantile.</p>',
     ]
     return document(title, parts)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        return ", ".join(f"{name} {_plain(each)}" for name, each in fields.items())
+    return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
 
 
 def _row(trial: Trial) -> tuple[str, ...]:
     measured, predicted = trial.measured, trial.predicted
     return (
         str(trial.number),
-        trial.name,
+        f"{trial.name}, again" if trial.knob == AGAIN else trial.name,
         trial.outcome,
         "" if measured is None else f"{measured.output_tokens_per_s:,.1f}",
         "" if predicted is None else f"{predicted.output_tokens_per_s:,.1f}",

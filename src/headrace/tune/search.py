@@ -10,7 +10,7 @@ from typing import Any
 from headrace.bench.report import Point, Report
 from headrace.tune.judge import Figures, Goal, gain, judge
 from headrace.tune.knobs import Asked, Knob
-from headrace.tune.store import Outcome, Store, Trial
+from headrace.tune.store import AGAIN, Outcome, Store, Trial
 
 SAME = 0.01
 """A smaller predicted difference is none."""
@@ -63,12 +63,33 @@ class Search:
         Raises:
             ValueError, MemoryError, RuntimeError: the user's settings don't work as they are.
         """
-        best = self._measured("", {}, None)
+        first = best = self._measured("", {}, None)
         for knob in knobs:
             best = self._turn(knob, best, asked)
+        if best is not first:
+            best = self._confirmed(best, first)
         self._store.journal.best = best.number
         self._store.save()
         return best
+
+    def _confirmed(self, best: Trial, first: Trial) -> Trial:
+        """The best of many measured values is partly luck: the best and the first settings are measured again, and
+        what the second time says counts. Without time for it, the best as it is."""
+        self._say("again: does the gain hold?")
+        if self._has_no_time(2):
+            self._say(f"  not measured again: the budget of {self._budget_s:.0f} s is spent")
+            return best
+        before, after = (self._measured(AGAIN, trial.settings, None) for trial in (first, best))
+        assert before.measured is not None and after.measured is not None
+        share = gain(after.measured, before.measured)
+        if share > 0:
+            self._say(f"  yes: {share:+.0%} over the settings as given")
+            return after
+        self._say(f"  no: {share:+.0%}; the settings stay as given")
+        return before
+
+    def _has_no_time(self, num_trials: int) -> bool:
+        return time.monotonic() - self._began_s + num_trials * self._longest_s > self._budget_s
 
     def _turn(self, knob: Knob, best: Trial, asked: Asked) -> Trial:
         assert best.measured is not None
@@ -102,8 +123,7 @@ class Search:
 
     def _try(self, knob: Knob, settings: Settings, predicted: Figures, best: Trial) -> Trial:
         assert best.measured is not None
-        spent_s = time.monotonic() - self._began_s
-        if self._store.known(settings) is None and spent_s + self._longest_s > self._budget_s:
+        if self._store.known(settings) is None and self._has_no_time(1):
             self._note(knob, settings, "no time", f"the budget of {self._budget_s:.0f} s is spent", predicted)
             return best
         try:
@@ -116,7 +136,7 @@ class Search:
 
     def _measured(self, knob: str, settings: Settings, predicted: Figures | None) -> Trial:
         number, began_s = len(self._store.journal.trials), time.monotonic()
-        known = self._store.known(settings)
+        known = self._store.known(settings, is_again=knob == AGAIN)
         if known is not None:
             report, name, seconds = self._store.report(known), known.report, known.seconds
         else:

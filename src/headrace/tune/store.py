@@ -12,6 +12,8 @@ from headrace.bench.report import Report, read_report, write_report
 from headrace.tune.judge import Figures
 
 SCHEMA_VERSION = 1
+AGAIN = "again"
+"""In the place of a knob: a trial that only measures a second time."""
 
 Outcome = Literal["measured", "pruned", "impossible", "failed", "no time"]
 
@@ -21,7 +23,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     knob: str
-    """The setting that was turned; "" is the beginning."""
+    """The setting that was turned; "" is the beginning, AGAIN a second measurement."""
     settings: dict[str, Any]
     """What differs from what the user gave."""
     outcome: Outcome
@@ -65,14 +67,15 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "trials.json"
         self.journal = Journal(asked=asked)
-        self._known: dict[str, Trial] = {}
+        self._known: dict[tuple[bool, str], Trial] = {}
         if self._file.exists():
             past = self._read()
             if past.asked != json.loads(json.dumps(asked)):
                 raise ValueError(
                     f"--output_dir: {folder} has the trials of another model, workload or goal: choose another folder"
                 )
-            self._known = {_key(trial.settings): trial for trial in past.trials if trial.outcome == "measured"}
+            measured = [trial for trial in past.trials if trial.outcome == "measured"]
+            self._known = {_key(trial.settings, trial.knob == AGAIN): trial for trial in measured}
 
     def _read(self) -> Journal:
         try:
@@ -80,9 +83,9 @@ class Store:
         except msgspec.DecodeError as error:
             raise ValueError(f"{self._file} is no record of a search ({error}): choose another --output_dir") from None
 
-    def known(self, settings: dict[str, Any]) -> Trial | None:
-        """The same settings, measured by an earlier process."""
-        return self._known.get(_key(settings))
+    def known(self, settings: dict[str, Any], *, is_again: bool = False) -> Trial | None:
+        """The same settings, measured by an earlier process: the first time, or the second."""
+        return self._known.get(_key(settings, is_again))
 
     def report(self, trial: Trial) -> Report:
         return read_report(self.folder / trial.report)
@@ -106,5 +109,5 @@ class Store:
         part.replace(self._file)
 
 
-def _key(settings: dict[str, Any]) -> str:
-    return json.dumps(settings, sort_keys=True)
+def _key(settings: dict[str, Any], is_again: bool) -> tuple[bool, str]:
+    return is_again, json.dumps(settings, sort_keys=True)

@@ -110,7 +110,7 @@ class RpcServer:
         """SERVING is what /health/ready has 200 for."""
         status = health_pb2.HealthCheckResponse
         while True:
-            is_ready = self._service.state == "ready" and not self._service.is_stalled
+            is_ready = self._service.state == "ready" and not self._service.stall.is_stalled
             for name in ("", SERVICE):
                 await told.set(name, status.SERVING if is_ready else status.NOT_SERVING)
             await asyncio.sleep(HEALTH_PERIOD_S)

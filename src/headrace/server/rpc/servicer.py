@@ -148,7 +148,7 @@ class Servicer:
         )
 
     async def health_check(self, request: Any, context: Context) -> Any:
-        state = "stalled" if self._service.is_stalled else self._service.state
+        state = "stalled" if self._service.stall.is_stalled else self._service.state
         return message("HealthCheckResponse")(status="OK" if state == "ready" else state)
 
     async def abort(self, request: Any, context: Context) -> Any:
