@@ -90,7 +90,7 @@ def test_inside_transformers_own_multimodal_model(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAS_INTERPRETER, reason="no Triton here")
 def test_layers_that_share_a_choice_on_a_gpu(tmp_path: Path) -> None:
-    """Latent attention's kernels need a turned part, so its backend leaves layers without one to the twin."""
+    """Latent attention without a turned part, over what another layer's pools chose."""
     from headrace.attention.latent_triton import LatentTriton
 
     torch.set_num_threads(1)

@@ -68,7 +68,7 @@ class Choice:
     """What an indexer chose in this step, for its layer and those after it that have none."""
 
     positions: Tensor | None = None
-    """[tokens, top] int64, -1 for none."""
+    """[tokens, top] int64 in no order; -1 for none, behind all others: kernels read as many as a query could see."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,9 +69,10 @@ class PooledTorch(BlockLayout):
 def tokens_of(pools: Tensor, positions: Tensor, *, every: int) -> Tensor:
     """The tokens of chosen pools, and those up to each query's own that make no whole pool.
 
-    pools: [tokens, top], -1 for none -> [tokens, top * every + every - 1], -1 for none
+    pools: [tokens, top], -1 for none -> [tokens, top * every + every - 1], -1 for none, which come last
     """
     inside = torch.arange(every, device=pools.device)
     whole = (pools[..., None] * every + inside).masked_fill(pools[..., None] < 0, -1).flatten(1)
     tail = (positions[:, None] + 1) // every * every + inside[: every - 1]
-    return torch.cat((whole, tail.masked_fill(tail > positions[:, None], -1)), 1)
+    found = torch.cat((whole, tail.masked_fill(tail > positions[:, None], -1)), 1)
+    return found.sort(1, descending=True).values

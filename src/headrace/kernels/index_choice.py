@@ -23,7 +23,7 @@ def index_choice(q: Tensor, weights: Tensor, keys: Tensor, step: PackedRows, *, 
         keys: [num_blocks, block_size, dim], this step's already written.
 
     Returns:
-        [tokens, top] int64 in no order, -1 where there are fewer.
+        [tokens, top] int64 in no order; where there are fewer, -1 behind them.
     """
     out = torch.full((q.shape[0], top), -1, dtype=torch.int64, device=q.device)
     starts = step.query_starts.tolist()

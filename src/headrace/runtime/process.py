@@ -33,7 +33,7 @@ class Ending:
     def __init__(self, address: str) -> None:
         self._folder = Path(address.removeprefix("ipc://")).parent
         self._loop: Loop | None = None
-        self._ended = threading.Event()
+        self._begun, self._ended = threading.Event(), threading.Event()
 
     def watch(self, loop: Loop) -> None:
         """It has something to keep from now on."""
@@ -41,13 +41,21 @@ class Ending:
 
     def end(self) -> None:
         """Returns when the process may be ended; the caches have been written then, if that was soon done."""
+        self._begun.set()
         if self._loop is not None:
             self._loop.stop()
             self._ended.wait(END_TIMEOUT_S)
-        shutil.rmtree(self._folder, ignore_errors=True)  # a parent that was killed leaves it to us
+        self._remove()
 
     def done(self) -> None:
+        """From the main thread, last. The other one may not live to see it."""
+        if self._begun.is_set():
+            self._remove()
         self._ended.set()
+
+    def _remove(self) -> None:
+        """A parent that was killed leaves its folder to us."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RuntimeOrder(msgspec.Struct):

@@ -6,10 +6,12 @@ from headrace.text.tokenizer import Tokenizer, encode_prompt
 
 __all__ = ["TooLong", "encode_at_most", "encode_tail"]
 
-FIRST_CHARACTERS = 1 << 16
-"""So much is tokenised at once, whatever it is."""
 MARGIN = 2
 """Tokens at a cut may differ from those of the whole text: the part has to have twice as many as would matter."""
+CHARACTERS = 8
+"""Of a token, seldom more: texts of as many as may matter are tokenised at once, and most of the longer ones refused
+by the first part."""
+LEAST_CHARACTERS = 1 << 16
 
 
 class TooLong(ValueError):
@@ -22,7 +24,7 @@ class TooLong(ValueError):
 
 def encode_at_most(tokenizer: Tokenizer, text: str, most: int, *, add_special_tokens: bool) -> list[int]:
     """Ids of a raw prompt; they may be more than `most`. Raises TooLong when they surely are, and are many."""
-    size = FIRST_CHARACTERS
+    size = _first_part(most)
     while size < len(text):
         if len(tokenizer.encode(text[:size], add_special_tokens=False)) > MARGIN * most:
             raise TooLong(most)
@@ -32,10 +34,14 @@ def encode_at_most(tokenizer: Tokenizer, text: str, most: int, *, add_special_to
 
 def encode_tail(tokenizer: Tokenizer, text: str, least: int, *, add_special_tokens: bool) -> list[int]:
     """Ids of a raw prompt of which only the last `least` matter; others may be missing before them."""
-    size = FIRST_CHARACTERS
+    size = _first_part(least)
     while size < len(text):
         ids = tokenizer.encode(text[-size:], add_special_tokens=False)
         if len(ids) > MARGIN * least:
             return ids
         size *= 2
     return encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens)
+
+
+def _first_part(num_tokens: int) -> int:
+    return max(LEAST_CHARACTERS, CHARACTERS * MARGIN * num_tokens)
