@@ -132,3 +132,23 @@ def test_put_back_restores_the_order():
         pool.put_back(block, used[block])
         check_pool(pool)
     assert list(pool.eviction_order()) == blocks
+
+
+def test_what_a_window_has_passed_is_evicted_first_and_known_as_that():
+    pool = BlockPool(8)
+    old = cached(pool, 2)
+    passed = pool.take(2)
+    for block in passed:
+        pool.set_node(block, 2000 + block)
+        pool.unlease_first(block)
+    assert pool.passed == set(passed)
+    pool.lease(passed[1])  # somebody asks for it after all
+    assert pool.passed == {passed[0]}
+    pool.unlease(passed[1])
+    assert pool.evict(1) == [2000 + passed[0]] and not pool.passed
+    assert pool.evict(2) == [1000 + block for block in old]
+    pool.lease(passed[1])
+    pool.unlease_first(passed[1])
+    pool.clear_node(passed[1])
+    assert not pool.passed
+    check_pool(pool)

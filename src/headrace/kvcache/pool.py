@@ -51,6 +51,8 @@ class BlockPool:
         self.used = [0] * num_blocks
         """By block: the clock when it was last queued."""
         self.clock = 0
+        self.passed: set[int] = set()
+        """Cached blocks that a window has slid over and hardly anybody will ask for."""
         self.levels = 0
         """Bit p is set when the ring of priority p isn't empty."""
 
@@ -121,6 +123,8 @@ class BlockPool:
             node[block] = NO_NODE
             self.priority[block] = DEFAULT_PRIORITY
             free.append(block)
+        if self.passed:
+            self.passed.difference_update(free[len(free) - count :])
         self.num_cached -= count
         return nodes
 
@@ -130,6 +134,7 @@ class BlockPool:
         if not count:
             assert self.node[block] >= 0, f"block {block} is free: only `take` hands it out"
             self._unqueue(block)
+            self.passed.discard(block)
         self.leases[block] = count + 1
         self.num_leases += 1
 
@@ -164,9 +169,10 @@ class BlockPool:
                     self._set_free(block)
 
     def unlease_first(self, block: int) -> None:
-        """`unlease`; cached, it is the first of its priority to be evicted."""
+        """`unlease`; cached, it is the first of its priority to be evicted, and not worth a place in a lower tier."""
         self.unlease(block)
         if not self.leases[block] and self.node[block] >= 0:
+            self.passed.add(block)
             self._unqueue(block)
             end = self.num_blocks + self.priority[block]
             first = self.next[end]
@@ -235,6 +241,7 @@ class BlockPool:
                 block = self.next[block]
 
     def _set_free(self, block: int) -> None:
+        self.passed.discard(block)
         self.node[block] = NO_NODE
         self.priority[block] = DEFAULT_PRIORITY
         self.free.append(block)

@@ -116,7 +116,7 @@ class Tiers:
         store, host = self._store, group + self._num_groups
         pool = store.pools[group]
         node, priority = pool.node[victim], pool.priority[victim]
-        if priority < self._min_priority or store.block_of(host, node) != NONE:
+        if victim in pool.passed or priority < self._min_priority or store.block_of(host, node) != NONE:
             return
         block = self._room(host, priority)
         if block == NONE:
