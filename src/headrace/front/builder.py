@@ -112,13 +112,16 @@ class RequestBuilder:
         """
         if self.tokenizer is None:
             raise RequestError("the prompt is text and this engine has no tokenizer: give token ids", param=param)
-        most, special = self.info.max_seq_len if most is None else most, params.add_special_tokens
+        limit, special = most or self.info.max_seq_len, params.add_special_tokens
         try:
             if params.truncate_prompt_tokens is not None:
                 return encode_tail(self.tokenizer, text, params.truncate_prompt_tokens, add_special_tokens=special)
-            return encode_at_most(self.tokenizer, text, most, add_special_tokens=special)
+            ids = encode_at_most(self.tokenizer, text, limit, add_special_tokens=special)
+            if most is not None and len(ids) > most:  # nobody behind this looks at it
+                raise TooLong(most)
+            return ids
         except TooLong:
-            raise prompt_too_long(most, limit=self.info.max_seq_len, param=param) from None
+            raise prompt_too_long(limit, limit=self.info.max_seq_len, param=param) from None
         except ValueError as error:
             raise RequestError(str(error), param=param) from None
 
