@@ -126,7 +126,7 @@ def test_two_ranks_with_tiers_equal_one_without(tmp_path: Path, make: Callable[[
     assert len(list(disk.glob("*-rank1.blocks"))) == len(core.facts.groups)
     again = open_runtime(folder, **fields)
     after, found = rounds(again, 1)
-    assert after == wanted[:1] and sum(found[0]) >= 36, "one prompt's whole blocks"
+    assert after == wanted[:1] and sum(found[0]) >= 40
     stats = again.scheduler.sections[0].kv.stats
     assert stats.disk_read_bytes and not stats.failed_transfers
     for damaged in disk.glob("*-rank1.blocks"):
