@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --case P1,P3 [--folder FOLDER] [--check 64] [--report FILE]
     python benchmarks/gpu.py --case P1,P2,P2b,P2c,P3,P5,P6,P7 --shape tiny        (anywhere: proves that it runs)
     python benchmarks/gpu.py --case M1,M2                        (mixtures of experts; weights drawn, none written)
+    python benchmarks/gpu.py --case V3,Q35                       (a layer of models that are too large, `gpu_slices.py`)
 
 P: Llama 3.1 8B's shape with FP8 weights, activations and cache. Ids in and out, greedy, no EOS, every prompt its own,
 all requests handed over at once, the clock over the whole batch. Of each throughput case as many outputs as `--check`
@@ -28,6 +29,7 @@ from typing import Any
 
 import random_checkpoint
 import torch
+from gpu_slices import SLICES, slices
 from prefix_reuse import first_token_times
 
 from headrace import LLM, SamplingParams
@@ -67,6 +69,8 @@ TARGETS = {
     "P7": "20 s",
     "M1": "8,100 tok/s (512), 3,200 tok/s (64), 3.8 ms (1)",
     "M2": "8,000 tok/s (512)",
+    "V3": "us a layer (floor)",
+    "Q35": "us a layer (floor)",
 }
 EXPERTS = {"M1": ("qwen3-30b-a3b", "none"), "M2": ("gpt-oss-20b", "mxfp4")}
 """Shapes and layouts of `random_checkpoint`."""
@@ -245,13 +249,17 @@ def measure(name: str, bench: Bench) -> dict[str, Any]:
         return throughput(bench, LOADS[name].shrunk() if bench.is_tiny else LOADS[name])
     if name in EXPERTS:
         return experts(name)
+    if name in SLICES:
+        return slices(name, is_tiny=bench.is_tiny)
     return CASES[name](bench)
 
 
 def main() -> None:
     names = [*LOADS, *CASES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default=",".join(names), help=f"of {', '.join([*names, *EXPERTS])}, with commas")
+    parser.add_argument(
+        "--case", default=",".join(names), help=f"of {', '.join([*names, *EXPERTS, *SLICES])}, with commas"
+    )
     parser.add_argument("--shape", default="llama-3.1-8b", choices=["llama-3.1-8b", "tiny"])
     parser.add_argument("--folder", type=Path, help="where the checkpoint is or shall be; kept")
     parser.add_argument("--check", type=int, default=64, help="outputs to generate again")
@@ -260,7 +268,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch) / options.shape
         wanted = options.case.split(",")
-        if not (folder / "config.json").exists() and not EXPERTS.keys() >= set(wanted):
+        if not (folder / "config.json").exists() and not EXPERTS.keys() | SLICES.keys() >= set(wanted):
             device = "cuda" if torch.cuda.is_available() else "cpu"
             shape = random_checkpoint.SHAPES[options.shape]
             random_checkpoint.write(folder, shape, quant="none" if options.shape == "tiny" else "fp8", device=device)

@@ -10,7 +10,7 @@ import torch
 from gpu_timing import DEVICE, FP8_TFLOP_S, HALF_TFLOP_S, Result, eight, half, memory_us, time_us
 from torch import Tensor
 
-from headrace.kernels.moe._triton_grouped import launch_grouped
+from headrace.kernels.moe._triton_grouped import GroupedTuning, launch_grouped
 from headrace.kernels.moe._triton_route import launch_route, launch_sort
 from headrace.kernels.moe.port import ExpertAct, ExpertWeights, Routing, Stacked
 from headrace.kernels.moe.triton import TritonMoe, tile_rows
@@ -23,8 +23,9 @@ EXPERT_SHAPES = {
     "Qwen3-30B-A3B, FP8 by output": (128, 8, 2048, 768, "fp8"),
     "gpt-oss-20b": (32, 4, 2880, 2880, "mxfp4"),
 }
-EXPERT_TILES = [(outputs, inputs, warps, stages) for outputs in (16, 32, 64, 128) for inputs in (64, 128, 256)
-                for warps in (4, 8) for stages in (2, 3, 4)]  # fmt: skip
+EXPERT_TILES = [GroupedTuning(outputs, inputs, warps, stages, is_weights_first)
+                for is_weights_first in (False, True) for outputs in (32, 64, 128, 256) for inputs in (64, 128)
+                for warps in (4, 8) for stages in (3, 4, 5) if outputs >= 64 or not is_weights_first]  # fmt: skip
 
 
 def stacked(num: int, out: int, features: int, kind: str) -> Stacked:
@@ -69,7 +70,7 @@ def experts(tune: bool) -> Iterator[Result]:
                     memory_us(side.size_bytes * used / num), 2 * pairs * side.out_features * side.in_features / rate
                 )
 
-                def call(i: int, tuning: tuple[int, int, int, int] | None = None) -> Tensor:
+                def call(i: int, tuning: GroupedTuning | None = None) -> Tensor:
                     return launch_grouped(inputs[i], side, tiles[i], tuning=tuning, **options)
 
                 note = f"{rows} rows a tile, {used:.0f} experts"
@@ -85,15 +86,13 @@ def experts(tune: bool) -> Iterator[Result]:
             yield Result("experts, routed", f"{name}: {tokens} tokens", floor, us)
 
 
-def best_tuning(
-    call: Callable[[int, tuple[int, int, int, int]], object], choices: Sequence[tuple[int, int, int, int]]
-) -> str:
+def best_tuning(call: Callable[[int, GroupedTuning], object], choices: Sequence[GroupedTuning]) -> str:
     """The fastest of those that the device has room for."""
-    found: list[tuple[float, tuple[int, int, int, int]]] = []
+    found: list[tuple[float, GroupedTuning]] = []
     for choice in choices:
         try:
             found.append((time_us(lambda i: call(i, choice), 4, repeats=3), choice))
         except Exception:  # too much shared memory, or no such layout: not one that could be chosen
             torch.cuda.synchronize()
     us, choice = min(found)
-    return f"{choice} {us:.1f}"
+    return f"{tuple(choice)} {us:.1f}"

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from gpu_experts import experts
+from gpu_flashinfer import flashinfer
+from gpu_recurrent import recurrent
 from gpu_timing import DEVICE, FP8_TFLOP_S, HALF_TFLOP_S, Result, eight, half, memory_us, time_us
 
 from headrace.attention.port import AttentionSpec, AttentionStep, LayerCache
@@ -347,6 +350,8 @@ SECTIONS = {
     "sample": sample,
     "layer": layer,
     "head": head,
+    "recurrent": recurrent,
+    "flashinfer": partial(flashinfer, spec=SPEC, step_of=step_of, caches=caches),
 }
 
 

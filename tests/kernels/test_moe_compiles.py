@@ -41,6 +41,7 @@ build(grouped._combine_kernel, dict(results="*bf16", ids="*i32", out="*bf16"), d
 KINDS = {"plain": ("*bf16", "*bf16", "*bf16", "none", "none"),
          "output": ("*fp8e4nv", "*fp8e4nv", "*fp32", "output", "row"),
          "block": ("*fp8e4nv", "*fp8e4nv", "*fp32", "block", "block"),
+         "one block": ("*fp8e4nv", "*fp8e4nv", "*fp32", "one_block", "block"),
          "mxfp4": ("*bf16", "*u8", "*u8", "none", "none")}
 for kind, (x, weight, scale, scales, x_scales) in KINDS.items():
     for rows in (16, 128):
@@ -48,11 +49,11 @@ for kind, (x, weight, scale, scales, x_scales) in KINDS.items():
         types = dict(x=x, weight=weight, out="*bf16", bias="*bf16", x_scale="*fp32", w_scale=scale, factors="*fp32",
                      tile_pairs="*i32", tile_experts="*i32", limit="fp32", alpha="fp32", up_offset="fp32")
         constants = dict(
-            PAIRS_A_ROW=8, ROWS=rows, OUTPUTS=32 if rows == 16 else 64,
+            PAIRS_A_ROW=8, ROWS=rows, OUTPUTS=64,
             INPUTS=64 if kind in ("plain", "mxfp4") else 128,
-            SCALES=scales, X_SCALES=x_scales, IS_MXFP4=is_mxfp4, IS_EVEN=True, KIND="silu", IS_GATED=True,
+            SCALES=scales, X_SCALES=x_scales, IS_MXFP4=is_mxfp4, IS_EVEN=True, WEIGHTS_FIRST=rows == 16, KIND="silu", IS_GATED=True,
             IS_INTERLEAVED=is_mxfp4, HAS_LIMIT=is_mxfp4, HAS_BIAS=is_mxfp4, HAS_FACTORS=False,
-            COMPUTE=tl.float8e4nv if kind in ("output", "block") else tl.bfloat16, STAGES=3)
+            COMPUTE=tl.float8e4nv if kind not in ("plain", "mxfp4") else tl.bfloat16, STAGES=3)
         built = build(grouped._grouped_kernel, types, constants, num_warps=4 if rows == 16 else 8, num_stages=3)
         assert re.search("wgmma.mma_async|mma.sync", built.asm["ptx"]), "no tensor cores"
 print("all compiled")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.kvcache.fetches import FETCH_TIMEOUT_S
 from headrace.kvcache.manager import KvCache
-from headrace.kvcache.tiers import FETCH_TIMEOUT_S
 from headrace.seam import DEVICE, DISK, HOST
 from headrace.types import Retention, RetentionRange
 from tests.kvcache.cases import B, make, prompt, serve
@@ -227,7 +227,7 @@ def test_the_disk_is_found_again_after_a_restart(tmp_path: Path) -> None:
     kv = three_tiers(tmp_path)
     memory = Memory(kv)
     prompts = fill_disk(memory)
-    kept = [tokens for tokens in prompts if kv.lookup.on_disk([*tokens, 1], kv.claim())]
+    kept = [tokens for tokens in prompts if kv.lookup.to_fetch([*tokens, 1], kv.claim())]
     assert len(kept) >= 2
     kv.close()
     again = three_tiers(tmp_path)

@@ -165,15 +165,57 @@ def test_blocks_of_the_next_in_the_queue_are_fetched_ahead() -> None:
     driver.drain()
 
 
-def test_an_aborted_request_abandons_its_fetch() -> None:
-    driver = Driver()
-    gone: list[int] = []
-    driver.cache.fetch = lambda *_: True  # type: ignore[method-assign]
-    driver.cache.abandon = gone.append  # type: ignore[method-assign]
-    driver.add(1, 4)
+def test_where_there_was_no_room_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(max_batch_size=1, cache={"num_prefetch": 2})
+    asked: list[int] = []
+    driver.cache.fetch = lambda owner, *_: bool(asked.append(owner))  # type: ignore[method-assign, func-returns-value]
+    with monkeypatch.context() as patch:
+        patch.setattr(KvCache, "is_fetch_full", property(lambda _: True))
+        for request_id in range(1, 4):
+            driver.add(request_id, 4, max_tokens=20)
+        driver.step()
+        driver.step()
+        assert asked == [1, 2, 3, 2, 3]
     driver.step()
-    driver.scheduler.abort(1)
-    assert gone == [1] and not driver.scheduler.has_work
+    driver.step()
+    assert asked == [1, 2, 3, 2, 3, 2, 3], "there was nothing for them on disk: once is enough"
+    driver.drain()
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_an_aborted_request_abandons_its_fetch(has_arrived: bool) -> None:
+    driver = Driver(max_batch_size=1, cache={"num_prefetch": 1})
+    gone: list[int] = []
+    driver.cache.fetch = lambda owner, *_: owner == 2  # type: ignore[method-assign]
+    driver.cache.abandon = gone.append  # type: ignore[method-assign]
+    driver.add(1, 4, max_tokens=20)
+    driver.add(2, 4)
+    driver.step()
+    if has_arrived:  # it waits for its slot, and what it has got is held for it
+        driver.cache.take_arrived = lambda: [2]  # type: ignore[method-assign]
+        driver.step()
+    driver.scheduler.abort(2)
+    assert gone == [2]
+    driver.drain()
+
+
+def test_who_has_its_blocks_from_disk_goes_where_they_are() -> None:
+    driver = Driver()
+    cache = driver.cache
+    caches = [cache, KvCache(cache.groups, PoolSizes((60,), 8), cache.settings, section=1, num_sections=2)]
+    scheduler = Scheduler(driver.scheduler.settings, caches)
+    gone: list[tuple[int, int]] = []
+    for at, each in enumerate(caches):
+        each.has_fetched = lambda owner, at=at: (owner, at) in {(2, 0), (3, 1)}  # type: ignore[method-assign]
+        each.abandon = lambda owner, at=at: gone.append((owner, at))  # type: ignore[method-assign]
+    for request_id in (1, 2, 3, 4):
+        prompt = [request_id * 10 + at for at in range(4)]
+        scheduler.add(Request(id=request_id, prompt=prompt, sampling=Sampling(), max_tokens=2, arrival_s=0.0))
+    scheduler.plan(0.0)
+    held = [[at for at in (1, 2, 3, 4) if at in section.slots.request_id] for section in scheduler.sections]
+    assert sorted(held[0] + held[1]) == [1, 2, 3, 4]
+    assert 2 in held[0] and 3 in held[1]
+    assert sorted(gone) == [(owner, 1 if owner in held[0] else 0) for owner in (1, 2, 3, 4)]
 
 
 def test_chunks_end_at_snapshots() -> None:

@@ -72,11 +72,25 @@ def _uniform(seed, position, stream):
 
 
 @triton.jit
-def _rank_key(value, index):
-    """Integers in the order of the ranking: the larger value, then the smaller id. A NaN is the largest."""
+def _ordered(value):
+    """Integers in the order of the values, none of them the smallest there is. A NaN is the largest."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    ordered = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _rank_key(value, index):
+    """Integers in the order of the ranking: the larger value, then the smaller id."""
+    return (_ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _best_key(value, index, vocab):
+    """The largest `_rank_key` of ids in the vocabulary, found with half the bits at a time."""
+    ordered = tl.where(index < vocab, _ordered(value), -0x80000000)
+    top = tl.max(ordered, 0)
+    at = tl.min(tl.where(ordered == top, index, 0x7FFFFFFF), 0)
+    return (top.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
 
 
 @triton.jit
@@ -91,14 +105,14 @@ def _id_of(key):
 
 
 @triton.jit
-def _scale(value, top, temperature):
-    scaled = tl.minimum(tl.div_rn(value - top, temperature), 0.0)
+def _scale(value, top, factor):
+    scaled = tl.minimum((value - top) * factor, 0.0)
     return tl.where(value > float("-inf"), scaled, -1e4)  # a NaN too
 
 
 @triton.jit
-def _weigh(value, top, temperature, log_min_p):
-    scaled = _scale(value, top, temperature)
+def _weigh(value, top, factor, log_min_p):
+    scaled = _scale(value, top, factor)
     weight = (tl.exp2(scaled * _LOG2_E) * _PEAK_WEIGHT).to(tl.int64)
     return tl.where(scaled >= log_min_p, weight, 0)
 
@@ -143,10 +157,10 @@ def _bin_of_rank(bins, top_k):
 
 
 @triton.jit
-def _bin_of_tail(keys, sums, top, temperature, log_min_p, top_p, vocab):
+def _bin_of_tail(keys, sums, top, factor, log_min_p, top_p, vocab):
     """A bin past which all values together are too light for `top_p` to reach them. sums: of parts, of `exp` under
     their own best, `keys`"""
-    total = tl.sum(sums * tl.exp2(_scale(_value_of(keys), top, temperature) * _LOG2_E), 0)
+    total = tl.sum(sums * tl.exp2(_scale(_value_of(keys), top, factor) * _LOG2_E), 0)
     # rounded, so a little less; of what min_p leaves, only the peak's is known
     total = tl.where(log_min_p > float("-inf"), 1.0, tl.maximum(0.99 * total, 1.0))
     depth = tl.log(vocab / (tl.maximum((1.0 - top_p).to(tl.float32), 1e-20) * total))
@@ -155,12 +169,13 @@ def _bin_of_tail(keys, sums, top, temperature, log_min_p, top_p, vocab):
 
 @triton.jit
 def _rule(row, slots, floats, ints, floats_stride, ints_stride):
-    """-> (temperature, log min_p, top_k, top_p)"""
+    """-> (1 / temperature, log min_p, top_k, top_p); 0 where nothing is drawn"""
     slot = tl.load(slots + row)
     numbers = floats + slot * floats_stride
     temperature = tl.load(numbers + _TEMPERATURE).to(tl.float32)
     log_min_p = tl.load(numbers + _LOG_MIN_P).to(tl.float32)
-    return temperature, log_min_p, tl.load(ints + slot * ints_stride + _TOP_K), tl.load(numbers + _TOP_P)
+    factor = tl.where(temperature > 0.0, tl.div_rn(1.0, temperature), 0.0)
+    return factor, log_min_p, tl.load(ints + slot * ints_stride + _TOP_K), tl.load(numbers + _TOP_P)
 
 
 @triton.jit
@@ -170,7 +185,7 @@ def _load_keys(values, index, vocab):
 
 
 @triton.jit
-def _reach(keys, part_sums, maxima, top, temperature, log_min_p, top_k, top_p, vocab, num_parts,
+def _reach(keys, part_sums, maxima, top, factor, log_min_p, top_k, top_p, vocab, num_parts,
            PARTS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
     """The last bin that a row's filters need to tell apart; -1 without filters. keys: the best of each part"""
     last = tl.full((), -1, tl.int32)
@@ -178,12 +193,12 @@ def _reach(keys, part_sums, maxima, top, temperature, log_min_p, top_k, top_p, v
         index = tl.arange(0, PARTS * GROUPS)
         inside = index < num_parts * GROUPS
         value = tl.load(maxima + index, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        is_light = _weigh(value, top, temperature, log_min_p) == 0
-        last = _bin_of_rank(tl.where(is_light, _NUM_BINS, _bin(_scale(value, top, temperature))), top_k)
+        is_light = _weigh(value, top, factor, log_min_p) == 0
+        last = _bin_of_rank(tl.where(is_light, _NUM_BINS, _bin(_scale(value, top, factor))), top_k)
     elif top_p < 1.0:
         part = tl.arange(0, PARTS)
         sums = tl.load(part_sums + part, mask=part < num_parts, other=0.0, cache_modifier=".cg")
-        last = _bin_of_tail(keys, sums, top, temperature, log_min_p, top_p, vocab)
+        last = _bin_of_tail(keys, sums, top, factor, log_min_p, top_p, vocab)
     return last
 
 
@@ -212,17 +227,17 @@ def _peak_kernel(
     """Programs: (parts, rows). The best token, and how far down the filters can reach."""
     wait_for_predecessor(CHAINED)
     at, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature, log_min_p, top_k, top_p = _rule(row, slots, floats, ints, floats_stride, ints_stride)
+    factor, log_min_p, top_k, top_p = _rule(row, slots, floats, ints, floats_stride, ints_stride)
     own, first_part = record + row * _RECORD, row * num_parts
     index = at * PART + tl.arange(0, PART)
     value = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-    best = tl.max(tl.where(index < vocab, _rank_key(value, index), _NO_KEY), 0)
+    best = _best_key(value, index, vocab)
     tl.store(part_keys + first_part + at, best)
     if top_k > 0:
         place = maxima + (first_part + at) * GROUPS + tl.arange(0, GROUPS)
         tl.store(place, tl.max(tl.reshape(value, (GROUPS, PART // GROUPS)), 1))
     elif top_p < 1.0:
-        scaled = _scale(value, tl.minimum(_value_of(best), _MAX_FLOAT), temperature)
+        scaled = _scale(value, tl.minimum(_value_of(best), _MAX_FLOAT), factor)
         tl.store(part_sums + first_part + at, tl.sum(tl.exp2(scaled * _LOG2_E), 0))
     if not _arrive(zeros + row * _ZEROS + _ARRIVED, num_parts):
         return
@@ -233,10 +248,10 @@ def _peak_kernel(
     peak = _value_of(best)
     first = tl.full((), -1, tl.int32)
     last = tl.full((), -1, tl.int32)
-    if (temperature > 0.0) & (peak > float("-inf")):  # false for a NaN
+    if (factor > 0.0) & (peak > float("-inf")):  # false for a NaN
         first = tl.where(top_k > 0, 0, _NUM_BINS)
         last = _reach(keys, part_sums + first_part, maxima + first_part * GROUPS, tl.minimum(peak, _MAX_FLOAT),
-                      temperature, log_min_p, top_k, top_p, vocab, num_parts, PARTS, GROUPS)  # fmt: skip
+                      factor, log_min_p, top_k, top_p, vocab, num_parts, PARTS, GROUPS)  # fmt: skip
     tl.store(own + _BEST, best)
     tl.store(own + _FIRST, first)
     tl.store(own + _LAST, last)
@@ -267,12 +282,12 @@ def _bins_kernel(
     first, last = tl.load(own + _FIRST).to(tl.int32), tl.load(own + _LAST).to(tl.int32)
     if (last < 0) | (first <= last):
         return
-    temperature, log_min_p, _, top_p = _rule(row, slots, floats, ints, floats_stride, ints_stride)
+    factor, log_min_p, _, top_p = _rule(row, slots, floats, ints, floats_stride, ints_stride)
     top = tl.minimum(_value_of(tl.load(own + _BEST)), _MAX_FLOAT)
     index = at * PART + tl.arange(0, PART)
     value = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-    weight = _weigh(value, top, temperature, log_min_p)
-    bins = _bin(_scale(value, top, temperature))
+    weight = _weigh(value, top, factor, log_min_p)
+    bins = _bin(_scale(value, top, factor))
     masses = zeros + row * _ZEROS
     tl.store(part_mass + row * num_parts + at, tl.sum(weight, 0))
     tl.atomic_add(masses + bins, weight, mask=(weight > 0) & (bins <= last), sem="relaxed")
@@ -294,26 +309,26 @@ def _bins_kernel(
 
 
 @triton.jit
-def _candidate_weights(keys, first, last, top, temperature, log_min_p):
+def _candidate_weights(keys, first, last, top, factor, log_min_p):
     value = _value_of(keys)
-    bins = _bin(_scale(value, top, temperature))
-    return tl.where((bins >= first) & (bins <= last), _weigh(value, top, temperature, log_min_p), 0)
+    bins = _bin(_scale(value, top, factor))
+    return tl.where((bins >= first) & (bins <= last), _weigh(value, top, factor, log_min_p), 0)
 
 
 @triton.jit
-def _held(keys, weights, lowest, end, values, first, last, top, temperature, log_min_p, size, unit, NUM: tl.constexpr):
+def _held(keys, weights, lowest, end, values, first, last, top, factor, log_min_p, size, unit, NUM: tl.constexpr):
     """What the candidates from the key `lowest` on weigh, of ids under `end`; each at most `unit`. Where they are more
     than NUM, `keys` are the first of the row, and `size` is its length."""
     held = tl.sum(tl.where((keys >= lowest) & (_id_of(keys) < end), tl.minimum(weights, unit), 0), 0)
     for start in range(NUM, size, NUM):
         others = _load_keys(values, start + tl.arange(0, NUM), size)
-        more = tl.minimum(_candidate_weights(others, first, last, top, temperature, log_min_p), unit)
+        more = tl.minimum(_candidate_weights(others, first, last, top, factor, log_min_p), unit)
         held += tl.sum(tl.where((others >= lowest) & (_id_of(others) < end), more, 0), 0)
     return held
 
 
 @triton.jit
-def _cut(keys, weights, bound, values, first, last, top, temperature, log_min_p, size, unit, NUM: tl.constexpr):
+def _cut(keys, weights, bound, values, first, last, top, factor, log_min_p, size, unit, NUM: tl.constexpr):
     """The largest key from which on the candidates hold `bound`, or a key with which all are kept."""
     is_over = size > 0
     lowest = tl.zeros((), tl.int64)
@@ -327,7 +342,7 @@ def _cut(keys, weights, bound, values, first, last, top, temperature, log_min_p,
         unit_of_part = tl.where(is_value, 1 << 32, 1)
         while low < high:
             middle = low + (high - low + 1) // 2
-            held = _held(keys, weights, lowest + middle * unit_of_part, _ALL, values, first, last, top, temperature,
+            held = _held(keys, weights, lowest + middle * unit_of_part, _ALL, values, first, last, top, factor,
                          log_min_p, size, unit, NUM)  # fmt: skip
             if held >= bound:
                 low = middle
@@ -338,7 +353,7 @@ def _cut(keys, weights, bound, values, first, last, top, temperature, log_min_p,
 
 
 @triton.jit
-def _threshold(keys, weights, bound, values, first, last, top, temperature, log_min_p, top_k, top_p, size,
+def _threshold(keys, weights, bound, values, first, last, top, factor, log_min_p, top_k, top_p, size,
                NUM: tl.constexpr):  # fmt: skip
     """-> (the least key of a candidate that is kept, weight of all that are). bound: of top_p, if there's no top_k"""
     lowest = tl.full((), _NO_KEY, tl.int64)
@@ -346,10 +361,10 @@ def _threshold(keys, weights, bound, values, first, last, top, temperature, log_
     for step in range(2):
         is_ranked = step == 0
         if (is_ranked & (top_k > 0)) | ((step == 1) & (top_p < 1.0)):
-            cut = _cut(keys, weights, tl.where(is_ranked, top_k, bound), values, first, last, top, temperature,
+            cut = _cut(keys, weights, tl.where(is_ranked, top_k, bound), values, first, last, top, factor,
                        log_min_p, size, tl.where(is_ranked, 1, _HEAVIEST), NUM)  # fmt: skip
             lowest = tl.maximum(lowest, cut)
-            held = _held(keys, weights, lowest, _ALL, values, first, last, top, temperature, log_min_p, size,
+            held = _held(keys, weights, lowest, _ALL, values, first, last, top, factor, log_min_p, size,
                          _HEAVIEST, NUM)  # fmt: skip
             bound = _bound(top_p, held)
     return lowest, held
@@ -381,21 +396,22 @@ def _gather_kernel(
     first, last = tl.load(own + _FIRST).to(tl.int32), tl.load(own + _LAST).to(tl.int32)
     if first < 0:
         return
-    temperature, log_min_p, _, _ = _rule(row, slots, floats, ints, floats_stride, ints_stride)
+    factor, log_min_p, _, _ = _rule(row, slots, floats, ints, floats_stride, ints_stride)
     top = tl.minimum(_value_of(tl.load(own + _BEST)), _MAX_FLOAT)
     index = at * PART + tl.arange(0, PART)
     value = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-    weight = _weigh(value, top, temperature, log_min_p)
-    bins = _bin(_scale(value, top, temperature))
+    weight = _weigh(value, top, factor, log_min_p)
+    bins = _bin(_scale(value, top, factor))
     tl.store(part_mass + row * num_parts + at, tl.sum(tl.where(bins < first, weight, 0), 0))
     inside = (weight > 0) & (bins >= first) & (bins <= last)
-    counters = zeros + row * _ZEROS + _NUM_FOUND + tl.zeros((PART,), tl.int32)
-    place = tl.atomic_add(counters, 1, mask=inside, sem="relaxed").to(tl.int32)
-    tl.store(candidates + row * NUM + place, _rank_key(value, index), mask=inside & (place < NUM))
+    if tl.max(inside.to(tl.int32), 0) > 0:
+        counters = zeros + row * _ZEROS + _NUM_FOUND + tl.zeros((PART,), tl.int32)
+        place = tl.atomic_add(counters, 1, mask=inside, sem="relaxed").to(tl.int32)
+        tl.store(candidates + row * NUM + place, _rank_key(value, index), mask=inside & (place < NUM))
 
 
 @triton.jit
-def _token(values, keys, weights, mass, lowest, total, count, noise, first, last, top, temperature, log_min_p, size,
+def _token(values, keys, weights, mass, lowest, total, count, noise, first, last, top, factor, log_min_p, size,
            vocab, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, NUM: tl.constexpr):  # fmt: skip
     """The first id with which what is kept weighs more than the share `noise` of it all."""
     target = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -407,7 +423,7 @@ def _token(values, keys, weights, mass, lowest, total, count, noise, first, last
         middle = (low + high + 1) // 2
         before = tl.sum(tl.where(part < middle, mass, 0), 0)
         if count > 0:
-            before += _held(keys, weights, lowest, middle * PART, values, first, last, top, temperature, log_min_p,
+            before += _held(keys, weights, lowest, middle * PART, values, first, last, top, factor, log_min_p,
                             size, _HEAVIEST, NUM)  # fmt: skip
         if before <= target:
             low = middle
@@ -416,7 +432,7 @@ def _token(values, keys, weights, mass, lowest, total, count, noise, first, last
             high = middle - 1
     index = low * PART + tl.arange(0, PART)
     value = tl.load(values + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-    weight, bins = _weigh(value, top, temperature, log_min_p), _bin(_scale(value, top, temperature))
+    weight, bins = _weigh(value, top, factor, log_min_p), _bin(_scale(value, top, factor))
     is_kept = (bins < first) | ((bins <= last) & (_rank_key(value, index) >= lowest))
     through = tl.cumsum(tl.where(is_kept, weight, 0), 0)
     return low * PART + tl.sum((passed + through <= target).to(tl.int32), 0)
@@ -452,7 +468,7 @@ def _pick_kernel(
     first, last = tl.load(own + _FIRST).to(tl.int32), tl.load(own + _LAST).to(tl.int32)
     if first < 0:
         return
-    temperature, log_min_p, top_k, top_p = _rule(row, slots, floats, ints, floats_stride, ints_stride)
+    factor, log_min_p, top_k, top_p = _rule(row, slots, floats, ints, floats_stride, ints_stride)
     top = tl.minimum(_value_of(tl.load(own + _BEST)), _MAX_FLOAT)
     noise = _uniform(tl.load(ints + tl.load(slots + row) * ints_stride + _SEED), tl.load(lengths + row), stream)
     values, num_found = logits + row * row_stride, zeros + row * _ZEROS + _NUM_FOUND
@@ -467,15 +483,15 @@ def _pick_kernel(
         keys = _load_keys(values, index, vocab)
     else:
         keys = tl.load(candidates + row * NUM + index, mask=index < count, other=_NO_KEY)
-    weights = _candidate_weights(keys, first, last, top, temperature, log_min_p)
+    weights = _candidate_weights(keys, first, last, top, factor, log_min_p)
     size = tl.where(count > NUM, vocab, 0)
     lowest = tl.full((), _NO_KEY, tl.int64)
     if count > 0:
         bound = tl.load(own + _BOUND) - total
-        lowest, held = _threshold(keys, weights, bound, values, first, last, top, temperature, log_min_p, top_k, top_p,
+        lowest, held = _threshold(keys, weights, bound, values, first, last, top, factor, log_min_p, top_k, top_p,
                                   size, NUM)  # fmt: skip
         total += held
-    token = _token(values, keys, weights, mass, lowest, total, count, noise, first, last, top, temperature, log_min_p,
+    token = _token(values, keys, weights, mass, lowest, total, count, noise, first, last, top, factor, log_min_p,
                    size, vocab, num_parts, PARTS, PART, NUM)  # fmt: skip
     tl.store(out + row, token)
 

@@ -1,7 +1,8 @@
 """Recurrent layers in Triton: short convolutions, the delta rule, Mamba-2's state space.
 
 One program goes along one row's tokens with a tile of one head's state in registers: token by token, or a chunk of
-tokens at a time as products of small matrices where a head has one decay. Products are in float32.
+tokens at a time as products of small matrices where a head has one decay. Products are in float32; of a model in 16
+bits the larger ones on tensor cores, by three products each, which keep all but the last digits of float32.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ DELTA_CHUNK, DELTA_ROUNDS = 16, 3
 first. Powers of A of larger chunks would lose too many digits."""
 SSD_CHUNK = 32
 NORM_EPS = tl.constexpr(1e-6)
+
+
+def _precision(x: Tensor) -> str:
+    """Of the larger products of a chunk."""
+    return "ieee" if x.dtype == torch.float32 else "tf32x3"
 
 
 # ---- short convolution -----------------------------------------------------------------------
@@ -150,6 +156,7 @@ def _delta_chunk_kernel(
     heads, k_dim, v_dim, scale,
     q_stride, k_stride, v_stride, state_stride,
     GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, ROUNDS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_delta_step_kernel`, for one decay a head, a chunk at a time (Yang et al. 2025)."""
     row, head = tl.program_id(2), tl.program_id(1)
@@ -183,18 +190,18 @@ def _delta_chunk_kernel(
         total = tl.cumsum(tl.load(decay + token * heads + head, mask=is_token, other=0.0), 0)
         last = tl.sum(tl.where(inside == CHUNK - 1, total, 0.0), 0)
         between = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0))
-        pairs = tl.dot(some_k, tl.trans(some_k), input_precision="ieee") * between * share[:, None]
+        pairs = tl.dot(some_k, tl.trans(some_k), input_precision=PRECISION) * between * share[:, None]
         power = tl.where(is_before, -pairs, 0.0)
         inverse = one + power
         for _ in tl.static_range(ROUNDS):
             power = tl.dot(power, power, input_precision="ieee")
             inverse += tl.dot(inverse, power, input_precision="ieee")
         grown = tl.exp(total)[:, None]
-        wanted = share[:, None] * (some_v - tl.dot(some_k * grown, live, input_precision="ieee"))
+        wanted = share[:, None] * (some_v - tl.dot(some_k * grown, live, input_precision=PRECISION))
         written = tl.dot(inverse, wanted, input_precision="ieee")
-        scores = tl.dot(some_q, tl.trans(some_k), input_precision="ieee")
+        scores = tl.dot(some_q, tl.trans(some_k), input_precision=PRECISION)
         scores = tl.where(is_before, scores * between, scores * one)
-        mixed = tl.dot(some_q * grown, live, input_precision="ieee")
+        mixed = tl.dot(some_q * grown, live, input_precision=PRECISION)
         mixed += tl.dot(scores, written, input_precision="ieee")
         tl.store(
             out + (token[:, None] * heads + head) * v_dim + value[None, :],
@@ -202,7 +209,7 @@ def _delta_chunk_kernel(
             mask=is_token[:, None] & is_value[None, :],
         )
         left = some_k * tl.exp(last - total)[:, None]
-        live = live * tl.exp(last) + tl.dot(tl.trans(left), written, input_precision="ieee")
+        live = live * tl.exp(last) + tl.dot(tl.trans(left), written, input_precision=PRECISION)
     tl.store(held, live.to(state.dtype.element_ty), mask=mask)
 
 
@@ -227,7 +234,7 @@ def launch_delta_rule(
     options = {"GROUP": heads // q.shape[1], "KEYS": max(16, power_of_2(k_dim)), "VALUES": VALUES, "num_warps": 4}
     if num_chunked:
         grid(_delta_chunk_kernel, tiles, heads, num_chunked)(
-            *tensors, *sizes, CHUNK=DELTA_CHUNK, ROUNDS=DELTA_ROUNDS, **options
+            *tensors, *sizes, CHUNK=DELTA_CHUNK, ROUNDS=DELTA_ROUNDS, PRECISION=_precision(q), **options
         )
     if num_chunked < len(step.slots):
         grid(_delta_step_kernel, tiles, heads, len(step.slots) - num_chunked)(
@@ -268,6 +275,7 @@ def _ssd_chunk_kernel(
     x, b, c, decay, state, out, slots, query_starts,
     heads, dim, size, x_stride, b_stride, c_stride, state_stride,
     GROUP: tl.constexpr, STATE: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_ssd_step_kernel`, a chunk of a row's tokens at a time (Dao and Gu 2024)."""
     row, head = tl.program_id(2), tl.program_id(1)
@@ -293,13 +301,13 @@ def _ssd_chunk_kernel(
         total = tl.cumsum(tl.load(decay + token * heads + head, mask=is_token, other=0.0), 0)
         last = tl.sum(tl.where(inside == CHUNK - 1, total, 0.0), 0)
         between = tl.exp(tl.where(is_seen, total[:, None] - total[None, :], 0.0))
-        scores = tl.dot(some_c, tl.trans(some_b), input_precision="ieee")
+        scores = tl.dot(some_c, tl.trans(some_b), input_precision=PRECISION)
         scores = tl.where(is_seen, scores * between, 0.0)
-        mixed = tl.dot(scores, some_x, input_precision="ieee")
-        mixed += tl.dot(some_c * tl.exp(total)[:, None], tl.trans(live), input_precision="ieee")
+        mixed = tl.dot(scores, some_x, input_precision=PRECISION)
+        mixed += tl.dot(some_c * tl.exp(total)[:, None], tl.trans(live), input_precision=PRECISION)
         tl.store(out + (token[:, None] * heads + head) * dim + feature[None, :], mixed, mask=of_x)
         left = some_x * tl.exp(last - total)[:, None]
-        live = live * tl.exp(last) + tl.dot(tl.trans(left), some_b, input_precision="ieee")
+        live = live * tl.exp(last) + tl.dot(tl.trans(left), some_b, input_precision=PRECISION)
     tl.store(held, live.to(state.dtype.element_ty), mask=mask)
 
 
@@ -318,7 +326,9 @@ def launch_ssd(x: Tensor, b: Tensor, c: Tensor, *, decay: Tensor, state: Tensor,
     tiles, num_chunked = -(-dim // VALUES), step.num_context_rows
     options = {"GROUP": heads // b.shape[1], "STATE": max(16, power_of_2(size)), "VALUES": VALUES, "num_warps": 4}
     if num_chunked:
-        grid(_ssd_chunk_kernel, tiles, heads, num_chunked)(*tensors, *sizes, CHUNK=SSD_CHUNK, **options)
+        grid(_ssd_chunk_kernel, tiles, heads, num_chunked)(
+            *tensors, *sizes, CHUNK=SSD_CHUNK, PRECISION=_precision(b), **options
+        )
     if num_chunked < len(step.slots):
         grid(_ssd_step_kernel, tiles, heads, len(step.slots) - num_chunked)(*tensors, num_chunked, *sizes, **options)
     return out

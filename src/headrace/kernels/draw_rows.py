@@ -68,7 +68,7 @@ def draw_rows_twin(logits: Tensor, slots: Tensor, lengths: Tensor, table: SlotTa
 def _weights(logits: Tensor, peaks: Tensor, floats: Tensor) -> Tensor:
     """[rows, vocab] int64"""
     top = peaks.clamp(max=torch.finfo(torch.float32).max)
-    scaled = ((logits - top) / floats[:, columns.TEMPERATURE, None].float()).clamp(max=0.0)
+    scaled = ((logits - top) * floats[:, columns.TEMPERATURE, None].float().reciprocal()).clamp(max=0.0)
     weights = ((scaled * math.log2(math.e)).exp2() * 2.0**WEIGHT_BITS).nan_to_num(0.0).long()
     return weights.masked_fill(scaled < floats[:, columns.LOG_MIN_P, None].float(), 0)
 

@@ -21,7 +21,7 @@ from headrace.kvcache.reuse import (
     num_sinks,
 )
 from headrace.kvcache.store import Store
-from headrace.seam import DISK, HOST, GroupSpec
+from headrace.seam import DISK, GroupSpec
 
 MAX_SPACES = 64
 """Other namespaces that are searched for a first block, to call a miss one of salt."""
@@ -127,23 +127,20 @@ class Lookup:
         sinks = min(num_sinks(spec, self._size), first)
         return [*range(sinks), *range(first, length)]
 
-    def on_disk(self, tokens: Tokens, claim: Claim) -> list[tuple[int, int]]:
-        """(group, node) of the blocks that have to come from disk for the longest prefix on any tier, in order."""
+    def to_fetch(self, tokens: Tokens, claim: Claim) -> list[tuple[int, int]]:
+        """(group, node) of what isn't on the device of the longest prefix on any tier, in order; [] when the longest
+        one on device and host is as long."""
         found = self.find(tokens, claim)
         length = longest(found.path, self._far, self._size)
         if length <= found.length:
             return []
-        store, blocks = self._store, self._index.blocks
-        wanted: list[tuple[int, int, int]] = []
-        for group in range(store.num_groups):
-            host = HOST * store.num_groups + group
-            for at in self.needed(group, length):
-                node = found.path[at]
-                if blocks[host][node] != NONE:
-                    if not store.pools[host].leases[blocks[host][node]]:
-                        store.pools[host].touch(blocks[host][node])
-                elif blocks[group][node] == NONE:
-                    wanted.append((at, group, node))
+        blocks = self._index.blocks
+        wanted = [
+            (at, group, found.path[at])
+            for group in range(self._store.num_groups)
+            for at in self.needed(group, length)
+            if blocks[group][found.path[at]] == NONE
+        ]
         return [(group, node) for _, group, node in sorted(wanted)]
 
     def reason(self, found: Found, tokens: Tokens, claim: Claim) -> str:

@@ -203,6 +203,7 @@ class KvCache:
         claim = claim or self._base
         table, num_reused = self._admission.table(owner, tokens, claim, reuse=reuse, slides=slides)
         self.tables[owner] = table
+        self.tiers.fetches.end((owner,))
         self._growth.plan_slide(table)
         table.grows = grows
         if limit:
@@ -210,10 +211,21 @@ class KvCache:
         return num_reused
 
     def fetch(self, owner: int, tokens: Tokens, claim: Claim) -> bool:
-        """Starts to bring blocks from disk for a request that isn't admitted. True: it waits until `take_arrived`."""
-        if self.store.num_tiers <= DISK or not self.settings.reuse:
+        """Starts to bring blocks from disk for a request that isn't admitted. True: it waits until `take_arrived`.
+
+        What has come is held until `admit` or `abandon`.
+        """
+        if self.store.num_tiers <= DISK or not self.settings.reuse or self.is_fetch_full:
             return False
-        return self.tiers.fetch(owner, self.lookup.on_disk(tokens, claim))
+        return self.tiers.fetch(owner, self.lookup.to_fetch(tokens, claim))
+
+    @property
+    def is_fetch_full(self) -> bool:
+        """Nothing is fetched until some who wait are admitted: it may be worth asking again."""
+        return self.tiers.fetches.is_full
+
+    def has_fetched(self, owner: int) -> bool:
+        return self.tiers.fetches.has(owner)
 
     # ---- growing -----------------------------------------------------------------------------
 
@@ -297,8 +309,8 @@ class KvCache:
         return all(pool.num_total - pool.num_available < most * pool.num_total for pool in self._attention_pools())
 
     def abandon(self, owner: int) -> None:
-        """The owner of `fetch` waits no longer."""
-        self.tiers.abandon(owner)
+        """The owner of `fetch` waits no longer, and isn't admitted here."""
+        self.tiers.fetches.end((owner,))
 
     def copy(self, group: int, source: int, destination: int) -> None:
         """The next plan copies a device block, before whoever writes either."""
@@ -362,7 +374,7 @@ class KvCache:
 
     def take_arrived(self) -> list[int]:
         """Owners of `fetch` that need not wait any longer."""
-        return self.tiers.take_arrived()
+        return self.tiers.fetches.take_arrived()
 
     def finish_copies(self, ids: Iterable[int]) -> None:
         self.tiers.finish(ids)

@@ -157,11 +157,12 @@ class BlockPool:
     def unlease_all(self, blocks: Iterable[int]) -> None:
         """Gives one lease of each back; the first is the first to be evicted."""
         leases, node = self.leases, self.node
+        blocks = list(blocks)
+        self.num_leases -= len(blocks)
         for block in blocks:
             count = leases[block] - 1
             assert count >= 0, f"block {block} has no lease to give back"
             leases[block] = count
-            self.num_leases -= 1
             if not count:
                 if node[block] >= 0:
                     self._queue(block)

@@ -330,7 +330,9 @@ class RadixIndex:
             self._prune((node,))
 
     def _new_node(self, parent: int, key: bytes) -> int:
-        node = self.spare.pop() if self.spare else self._spare_node()
+        if not self.spare:
+            self._add_spare(1)
+        node = self.spare.pop()
         self.parent[node] = parent
         self.key[node] = key
         self.uses[node] = 0
@@ -340,29 +342,27 @@ class RadixIndex:
     def _add_chain(self, node: int, keys: Sequence[bytes], path: list[int]) -> None:
         """Adds new nodes to `path`: the first below `node`, which has no children then, and so on."""
         parents, child, edges, uses, spare = self.parent, self.child, self.key, self.uses, self.spare
-        serial, number = self._ghosts.serial, self._ghosts.take_serials(len(keys))
-        for key in keys:
-            new = spare.pop() if spare else self._spare_node()
-            child[node] = new
+        serial, first = self._ghosts.serial, self._ghosts.take_serials(len(keys))
+        if len(spare) < len(keys):
+            self._add_spare(len(keys) - len(spare))
+        for number, key in enumerate(keys, first):
+            new = child[node] = spare.pop()
             uses[node] += 1
             parents[new] = node
             edges[new] = key
             uses[new] = 0
             serial[new] = number
-            number += 1
             path.append(new)
             node = new
 
-    def _spare_node(self) -> int:
-        node = len(self.key)
-        self.parent.append(NONE)
-        self.child.append(NONE)
-        self.key.append(b"")
-        self.uses.append(DEAD)
-        self._ghosts.serial.append(0)
-        for blocks in self.blocks:
-            blocks.append(NONE)
-        return node
+    def _add_spare(self, count: int) -> None:
+        first = len(self.key)
+        for nodes in (self.parent, self.child, *self.blocks):
+            nodes += [NONE] * count
+        self.key += [b""] * count
+        self.uses += [DEAD] * count
+        self._ghosts.serial += [0] * count
+        self.spare[:0] = range(first + count - 1, first - 1, -1)
 
     def _prune(self, nodes: Iterable[int]) -> None:
         """Those of them that nothing uses go, and their ancestors as far as nothing else uses those."""

@@ -77,7 +77,7 @@ class Saving(NoSaving):
         for number in (*self._pools(DEVICE), *self._pools(HOST)):
             pool = store.pools[number]
             for block in reversed(list(pool.eviction_order())):
-                if pool.priority[block] >= self._min_priority:
+                if pool.priority[block] >= self._min_priority and block not in pool.passed:
                     found[pool.node[block]] = None
         return [node for node in found if any(store.block_of(disk, node) == NONE for disk in self._pools(DISK))]
 
@@ -87,7 +87,8 @@ class Saving(NoSaving):
         for device, host, disk in zip(self._pools(DEVICE), self._pools(HOST), self._pools(DISK)):
             block = store.block_of(device, node)
             known = store.block_of(host, node) != NONE or store.block_of(disk, node) != NONE
-            if block == NONE or known or self._tiers.is_under_way(host, node):
+            is_passed = block in store.pools[device].passed
+            if block == NONE or is_passed or known or self._tiers.is_under_way(host, node):
                 continue
             if not self._make_room(host, disk):
                 return False

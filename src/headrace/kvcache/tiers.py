@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from headrace.kvcache.claim import Claim
 from headrace.kvcache.disk_index import DiskIndex
+from headrace.kvcache.fetches import Fetches
 from headrace.kvcache.radix import NONE
 from headrace.kvcache.settings import CacheSettings
 from headrace.kvcache.store import Store
@@ -20,8 +21,6 @@ from headrace.seam import DEVICE, DISK, HOST, Ints, PoolSizes, int_rows
 
 AHEAD = 8
 """Victims of each pool that are copied down before their block is wanted."""
-FETCH_TIMEOUT_S = 5.0
-"""A request that waits longer for its blocks on disk computes their tokens."""
 
 
 class Move(NamedTuple):
@@ -34,11 +33,6 @@ class Move(NamedTuple):
     """What the target becomes a block of, once it is there; NONE for copies, which are named at once."""
     used: int = 0
     """When the source was last used."""
-
-
-class Fetch(NamedTuple):
-    moves: set[int]
-    deadline_s: float
 
 
 class Tiers:
@@ -54,9 +48,7 @@ class Tiers:
         """By (target pool, node): the transfer under way."""
         self._under_way = [0] * len(store.pools)
         """Transfers by source pool."""
-        self._fetches: dict[int, Fetch] = {}
-        """By owner that waits."""
-        self._arrived: list[int] = []
+        self.fetches = Fetches(store)
         self._stamps: dict[tuple[int, int], int] = {}
         """By (group, disk block)."""
         self._next_id = section
@@ -177,7 +169,7 @@ class Tiers:
         for block in list(islice(pool.eviction_order(), ahead)):
             node, priority = pool.node[block], pool.priority[block]
             known = store.block_of(target, node) != NONE or (target, node) in self._ids
-            if known or priority < self._min_priority:
+            if known or block in pool.passed or priority < self._min_priority:
                 continue
             if self._holds_copies(source, target):
                 return
@@ -202,35 +194,32 @@ class Tiers:
         return victim != NONE and self._store.block_of(source, pool.node[victim]) != NONE
 
     def fetch(self, owner: int, wanted: Iterable[tuple[int, int]]) -> bool:
-        """Brings disk blocks of (group, node) to the host, for an owner that waits; False: nothing to wait for."""
-        store, num_groups = self._store, self._num_groups
-        moves: set[int] = set()
-        for group, node in wanted:
-            host, disk = group + num_groups, group + 2 * num_groups
+        """Brings blocks of (group, node), those that are only on disk, to the host, for an owner that waits.
+
+        False: there is nothing to wait for, or no room.
+        """
+        store, num_groups, fetches = self._store, self._num_groups, self.fetches
+        places = fetches.fit([(group + num_groups, node) for group, node in wanted])
+        away = [(host, node) for host, node in places if store.block_of(host, node) == NONE]
+        if not away:
+            return False
+        fetches.begin(owner, places)
+        is_begun = False
+        for host, node in away:
             if (host, node) not in self._ids:
+                disk = host + num_groups
                 source = store.block_of(disk, node)
                 room = self._room(host, store.pools[disk].priority[source])
                 if room == NONE:
                     break
                 self._transfer(disk, source, host, room, node)
                 store.counters.prefetched_blocks += 1
-                store.by_group[group].prefetched_blocks += 1
-            moves.add(self._ids[host, node])
-        if moves:
-            self._fetches[owner] = Fetch(moves, store.keeping.now_s + FETCH_TIMEOUT_S)
-        return bool(moves)
-
-    def abandon(self, owner: int) -> None:
-        """The owner waits no longer."""
-        self._fetches.pop(owner, None)
-
-    def take_arrived(self) -> list[int]:
-        """Owners whose blocks have come, or failed to, or took too long."""
-        late = [owner for owner, fetch in self._fetches.items() if fetch.deadline_s <= self._store.keeping.now_s]
-        for owner in late:
-            del self._fetches[owner]
-        arrived, self._arrived = self._arrived + late, []
-        return arrived
+                store.by_group[host - num_groups].prefetched_blocks += 1
+            fetches.await_move(owner, self._ids[host, node])
+            is_begun = True
+        if not is_begun:
+            fetches.end([owner])
+        return is_begun
 
     def _transfer(self, source: int, block: int, target: int, room: int, node: int) -> None:
         store, num_groups = self._store, self._num_groups
@@ -305,11 +294,7 @@ class Tiers:
         if move.node != NONE:
             del self._ids[move.target, move.node]
             self._under_way[move.source] -= 1
-            for owner in [owner for owner, fetch in self._fetches.items() if move_id in fetch.moves]:
-                self._fetches[owner].moves.discard(move_id)
-                if not self._fetches[owner].moves:
-                    del self._fetches[owner]
-                    self._arrived.append(owner)
+            self.fetches.moved(move_id, (move.target, move.node))
         if move.source != NONE:
             store.unlease(move.source, move.source_block)
             pool = store.pools[move.source]

@@ -57,12 +57,13 @@ def scaled(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     """(logits - maximum) / temperature as float32 [rows, vocab], and the ids [rows] of the maxima.
 
     The maximum goes first: logits / 1e-5 may overflow, a difference divided may only reach -inf, which is
-    the weight 0. No row yields NaN but one that holds NaN or has every token banned.
+    the weight 0. No row yields NaN but one that holds NaN or has every token banned. The division is a product with
+    1 / temperature, rounded first, as in the kernels.
     """
     limits = torch.finfo(logits.dtype)
     peak = logits.max(dim=1, keepdim=True)
     result = logits - peak.values.clamp(limits.min, limits.max)
-    result.div_(temperature[:, None].float()).clamp_(max=0.0)  # a logit of +inf becomes 0 here
+    result.mul_(temperature[:, None].float().reciprocal_()).clamp_(max=0.0)  # a logit of +inf becomes 0 here
     return result, peak.indices[:, 0]
 
 

@@ -36,10 +36,12 @@ class Admission:
 
     def admit(self, now_s: float, budgets: list[int]) -> list[tuple[Active, SectionScheduler]]:
         """Move requests from the queue to slots, in order, while budget, slots and blocks last."""
+        if not self.queue.num_ready:
+            return []
         open_sections = [
             index for index, section in enumerate(self.sections) if section.policy.may_open_batch(section.num_active)
         ]
-        if not open_sections or not self.queue.num_ready or self._holds_back(now_s):
+        if not open_sections or self._holds_back(now_s):
             return []
         for index in open_sections:
             self.sections[index].open_admission()
@@ -72,6 +74,9 @@ class Admission:
                 fetching.append(waiting)
                 continue
             active = self.sections[index].admit(waiting, limits[index], now_s)
+            for other in self.sections:
+                if other is not self.sections[index]:
+                    other.kv.abandon(waiting.request.id)
             admitted.append((active, self.sections[index]))
             left[index] -= self.sections[index].share_of(active.context_left)
             taken.append(waiting)
@@ -87,6 +92,8 @@ class Admission:
 
     def prefetch(self) -> None:
         """Blocks on disk of those next in the queue are brought while they wait."""
+        if not self.queue.num_ready:
+            return
         section = min(self.sections, key=lambda each: each.num_active)
         ahead = list(islice(self.queue, section.kv.settings.num_prefetch))
         for waiting in ahead:
@@ -94,11 +101,14 @@ class Admission:
                 self.queue.set_aside(waiting, "transfer", float("inf"))
 
     def _place(self, waiting: Waiting, limits: list[int], open_sections: list[int], left: list[int]) -> int | None:
-        """The section with most budget left that can take the request now."""
+        """The section that can take the request now: the one that has its blocks from disk, or has most budget left."""
         need = 1 if self.settings.chunked_prefill else len(waiting.tokens)
         order = open_sections
         if len(order) > 1:
-            order = sorted(order, key=lambda at: (self.sections[at].num_active, -left[at]))
+            request_id, sections = waiting.request.id, self.sections
+            order = sorted(
+                order, key=lambda at: (not sections[at].kv.has_fetched(request_id), sections[at].num_active, -left[at])
+            )
         for index in order:
             if left[index] >= need and self.sections[index].can_admit(waiting, limits[index]):
                 return index

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from headrace.kvcache.manager import KvCache
 from headrace.scheduler.external import NoExternal
-from headrace.seam import Ints, SlotInit, ints
+from headrace.seam import NO_INTS, Ints, SlotInit, int_rows, ints
 
 
 class Changes:
@@ -15,6 +15,7 @@ class Changes:
     def __init__(self, kv: KvCache, external: NoExternal) -> None:
         self.kv = kv
         self.external = external
+        self._no_blocks = tuple(int_rows((), 3) for _ in kv.groups)
         self._freed: list[int] = []
         self._inits: list[SlotInit] = []
         self._changed: dict[int, int] = {}
@@ -37,6 +38,8 @@ class Changes:
         self._changed.pop(owner, None)
 
     def take_freed(self) -> Ints:
+        if not self._freed:
+            return NO_INTS
         freed, self._freed = self._freed, []
         return ints(freed)
 
@@ -46,6 +49,8 @@ class Changes:
 
     def take_blocks(self) -> tuple[Ints, ...]:
         """[n, 3] of (slot, index, block) by group."""
+        if not self._changed:
+            return self._no_blocks
         flat = self.kv.take_new_blocks(self._changed)
         self._changed.clear()
         return tuple([ints(triples).reshape(-1, 3) for triples in flat])  # pyright: ignore[reportUnknownMemberType]

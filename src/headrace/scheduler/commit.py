@@ -125,16 +125,18 @@ class Commit:
         accepted = self.result.num_accepted[first:]
         slots.note_rows(generation, -1, num_tokens=1 + settings.draft_len)
         rich = self._rich_rows(first, accepted)
+        richs: list[int] = rich.nonzero()[0].tolist()
         assert self._offsets[-1] == len(self.result.tokens)
-        if settings.draft_len == 0 and not rich.all():
-            plain = ~rich
-            one = generation[plain]
-            chosen = self.result.tokens[self._offsets[first:-1][plain]]
+        if settings.draft_len == 0 and len(richs) < len(rich):
+            one, chosen = generation, self.result.tokens[self._offsets[first] :]
+            if richs:
+                plain = ~rich
+                one, chosen = generation[plain], self.result.tokens[self._offsets[first:-1][plain]]
             self._settle(slots.append(one, chosen))
             self.out.num_generated += len(one)
             self.out.plain_ids.append(slots.request_id[one])
             self.out.plain_tokens.append(chosen)
-        for at in rich.nonzero()[0].tolist():
+        for at in richs:
             self._commit_rich(first + at, int(generation[at]))
 
     def _rich_rows(self, first: int, accepted: Ints) -> NDArray[np.bool_]:
@@ -292,6 +294,8 @@ class Commit:
 
     def _settle(self, due: NDArray[np.int64]) -> None:
         """`_index` of many, whose owners' lists are filled up first."""
+        if not len(due):
+            return
         slots = self.section.slots
         filled: list[int] = due.tolist()
         lengths: list[int] = slots.length[due].tolist()

@@ -32,7 +32,7 @@ class Waiting:
     prompt_logprobs_done: bool = False
     is_preempted: bool = False
     is_fetched: bool = False
-    """Its blocks on disk have been asked for; once is enough."""
+    """Its blocks on disk have been asked for, and there was room: once is enough."""
 
     def hold(self, kind: str, deadline_s: float) -> None:
         assert kind in HOLD_KINDS, kind

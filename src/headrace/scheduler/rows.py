@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from headrace.seam import (
     FROM_DEVICE,
     HOST_TOKEN,
     LAST_HIDDEN,
+    NO_INTS,
     PROMPT_LOGPROBS,
     SAMPLE,
     SUM_HIDDEN,
@@ -51,6 +53,12 @@ class Planned:
     @property
     def num_rows(self) -> int:
         return len(self.context) + sum(len(rows.slots) for rows in self.beams) + len(self.generation)
+
+
+@cache
+def _generating(tokens_per_row: int) -> Ints:
+    """[5, 1] What every generation row says besides its slot: tokens, start, drafts, tree, flags."""
+    return ints([[tokens_per_row], [FROM_DEVICE], [tokens_per_row - 1], [0], [SAMPLE]])
 
 
 class RowArrays:
@@ -102,11 +110,7 @@ class RowArrays:
             no_tree = no_drafts = [0] * num_context
             rows[:, :num_context] = self.slot, self.count, self.start, no_drafts, no_tree, self.flags
         slot[num_context:] = generation
-        num_tokens[num_context:] = tokens_per_row
-        start[num_context:] = FROM_DEVICE
-        num_drafts[num_context:] = tokens_per_row - 1
-        tree[num_context:] = 0
-        flags[num_context:] = SAMPLE
+        rows[1:, num_context:] = _generating(tokens_per_row)
         return Section(
             slot=slot,
             num_tokens=num_tokens,
@@ -115,8 +119,8 @@ class RowArrays:
             tree=tree,
             flags=flags,
             num_context_rows=num_context,
-            ids=ints(self.ids),
-            next_ids=ints(self.next_ids),
+            ids=ints(self.ids) if num_context else NO_INTS,
+            next_ids=ints(self.next_ids) if num_context else NO_INTS,
             blocks=changes.take_blocks(),
             freed_slots=changes.take_freed(),
             inits=changes.take_inits(),

@@ -29,12 +29,13 @@ from headrace.scheduler.request import Active, Waiting, closed
 from headrace.scheduler.rows import Planned
 from headrace.scheduler.section import SectionScheduler
 from headrace.scheduler.settings import SchedulerSettings
-from headrace.seam import Section, StepPlan, StepResult
+from headrace.seam import NO_INTS, Section, StepPlan, StepResult
 from headrace.types import Delta, FinishReason, PinInfo, Request, RequestTimes
 
 log = logging.getLogger("headrace.scheduler")
 
 SWEEP_PERIOD_S = 0.05
+NO_IDS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Outbox:
 
     @classmethod
     def of(cls, deltas: list[Delta]) -> Outbox:
-        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), deltas)
+        return cls(NO_IDS, NO_INTS, deltas)
 
     def __bool__(self) -> bool:
         return bool(len(self.ids) or self.deltas)
@@ -159,7 +160,6 @@ class Scheduler:
         """End a request from outside; unknown and already ended ids are ignored."""
         waiting = self.queue.remove(request_id)
         if waiting is not None:
-            self._abandon(waiting)
             self._end_waiting(waiting, reason, error)
             return
         entry = self._active.get(request_id)
@@ -177,15 +177,11 @@ class Scheduler:
         if section.slots.rows_in_flight[active.slot] == 0:
             section.leave(active)
 
-    def _abandon(self, waiting: Waiting) -> None:
-        """Nobody waits for its blocks on disk or in a store any more."""
-        if "transfer" in waiting.holds:
-            for section in self.sections:
-                section.kv.abandon(waiting.request.id)
-                section.external.abandon(waiting.request.id)
-
     def _end_waiting(self, waiting: Waiting, reason: FinishReason, error: str = "", param: str = "") -> None:
         for section in self.sections:
+            # Nobody waits for its blocks on disk or in a store any more.
+            section.kv.abandon(waiting.request.id)
+            section.external.abandon(waiting.request.id)
             section.external.ended(waiting.request.id)
         times = closed(waiting.times, self._clock())
         self._deltas.append(Delta(id=waiting.request.id, finish=reason, error=error, param=param, times=times))
@@ -240,7 +236,6 @@ class Scheduler:
         self._next_sweep_s = now_s + SWEEP_PERIOD_S
         for waiting, kind in self.queue.overdue(now_s):
             self.queue.remove(waiting.request.id)
-            self._abandon(waiting)
             if kind == "grammar" and waiting.request.grammar is not None:
                 self._end_waiting(waiting, "error", TOO_LONG, waiting.request.grammar.param)
             else:
@@ -279,8 +274,9 @@ class Scheduler:
         contexts = [
             section.plan_context(max(budget, 0)) for section, budget in zip(self.sections, budgets, strict=True)
         ]
-        num_rows = sum(len(rows) for rows in generations) + sum(len(rows) for rows in contexts)
-        num_rows += sum(section.num_beam_rows() for section in self.sections)
+        num_context_rows = sum(map(len, contexts))
+        num_rows = num_context_rows + sum(map(len, generations))
+        num_rows += sum([section.num_beam_rows() for section in self.sections])
         if num_rows == 0 and (self._in_flight or not (self._copies_in_flight or self.commands.is_busy)):
             return None  # an empty plan is made only for commands and to hear of copies that hold blocks
         sections: list[Section] = []
@@ -289,8 +285,8 @@ class Scheduler:
             built, rows = section.build(context, generation)
             sections.append(built)
             planned.append(rows)
-        self._planning.num_context_rows = sum(len(rows) for rows in contexts)
-        self._planning.num_generation_rows = num_rows - self._planning.num_context_rows
+        self._planning.num_context_rows = num_context_rows
+        self._planning.num_generation_rows = num_rows - num_context_rows
         self._in_flight.append(InFlight(self._step, planned, self._planning))
         return StepPlan(self._step, tuple(sections), self.commands.take())
 
@@ -348,11 +344,12 @@ class Scheduler:
         """Apply the oldest step in flight. Results come in the order of their plans."""
         flight = self._in_flight.popleft()
         assert flight.step == result.step, "results must come in the order of their plans"
-        failed, finished = result.failed_copies.tolist(), result.finished_copies.tolist()
-        for section in self.sections:
-            section.kv.fail_copies(failed)
-            section.kv.finish_copies(finished)
-            section.external.finish(finished, failed)
+        if len(result.failed_copies) or len(result.finished_copies):
+            failed, finished = result.failed_copies.tolist(), result.finished_copies.tolist()
+            for section in self.sections:
+                section.kv.fail_copies(failed)
+                section.kv.finish_copies(finished)
+                section.external.finish(finished, failed)
         self.commands.finish(result.finished_commands)
         for failure in self._admission.grammars.take_failed():
             waiting = self.queue.remove(failure.request_id)

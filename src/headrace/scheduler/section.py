@@ -75,8 +75,9 @@ class SectionScheduler:
         """Whether the request waits for blocks on disk or in a store, which are brought from now on."""
         if waiting.is_fetched or not self.may_reuse(waiting):
             return False
-        waiting.is_fetched = True
-        return self.kv.fetch(waiting.request.id, waiting.tokens, waiting.claim) or self.external.fetch(waiting)
+        found = self.kv.fetch(waiting.request.id, waiting.tokens, waiting.claim)
+        waiting.is_fetched = found or not self.kv.is_fetch_full
+        return found or self.external.fetch(waiting)
 
     def open_admission(self) -> None:
         """Count what beams may still take at worst; other requests are counted by the cache."""
@@ -159,7 +160,7 @@ class SectionScheduler:
         rows = self._longest_idle(rows, self.settings.max_num_tokens // (1 + self.settings.draft_len))
         needed = np.minimum(slots.length + slots.pending + self.settings.draft_len, slots.max_len)
         short = rows[(needed > slots.capacity)[rows]]
-        stalled = self._grow(self._by_order(short, needed[short]))
+        stalled = self.make_room(short, needed[short]) if len(short) else ()
         if stalled:  # they wait for the next plan, and a victim of `_grow` has left `generating`
             rows = rows[slots.generating[rows]]
             rows = rows[~np.isin(rows, list(stalled))]
@@ -171,6 +172,10 @@ class SectionScheduler:
             return rows
         order = np.argsort(self.slots.last_step[rows], kind="stable")[:count]
         return np.sort(rows[order])
+
+    def make_room(self, slots: NDArray[np.int64], needed: NDArray[np.int64]) -> set[int]:
+        """Blocks for as many tokens each, for those that arrived first before others; returns the slots without."""
+        return self._grow(self._by_order(slots, needed))
 
     def _by_order(self, rows: NDArray[np.int64], needed: NDArray[np.int64]) -> list[tuple[Active, int]]:
         """The slots' owners, each with the tokens that it needs room for, as they arrived."""
@@ -216,7 +221,7 @@ class SectionScheduler:
         self.start_draining(active)
 
     def num_beam_rows(self) -> int:
-        return sum(beams.num_rows_wanted for beams in self.beams.values())
+        return sum(beams.num_rows_wanted for beams in self.beams.values()) if self.beams else 0
 
     @property
     def context_wanted(self) -> int:
@@ -230,6 +235,8 @@ class SectionScheduler:
 
     def plan_context(self, budget: int) -> list[ContextRow]:
         """Chunks of prompts (and of what preempted requests had generated) within the budget."""
+        if not self.prefilling:
+            return []
         settings = self.settings
         policy = chunking.POLICIES[settings.chunking_policy] if settings.chunked_prefill else chunking.whole_prompts
         actives = list(self.prefilling.values())

@@ -28,12 +28,10 @@ class SlotTable:
         """Committed tokens, prompt included; the owner's list may lack the last ones."""
         self.recent: Ints = np.zeros(num_slots * RECENT, np.int32)
         """Those that it lacks: of slot s the token at position p is at s * RECENT + p % RECENT."""
-        self.pending = np.zeros(num_slots, np.int64)
-        """Most tokens that rows in flight can still add."""
-        self.rows_in_flight = np.zeros(num_slots, np.int64)
-        """Rows of any kind; the slot and its blocks are kept until it is zero."""
-        self.samples_in_flight = np.zeros(num_slots, np.int64)
-        """Sampling rows: each adds at least one token unless the slot is done."""
+        self._flying = np.zeros((3, num_slots), np.int64)
+        self.pending, self.rows_in_flight, self.samples_in_flight = self._flying
+        """Of what is in flight: most tokens that it can still add; rows of any kind, and the slot and its blocks are
+        kept until there is none; sampling rows, each of which adds at least one token unless the slot is done."""
         self.capacity = np.zeros(num_slots, np.int64)
         """Tokens that the blocks held so far have room for."""
         self.max_len = np.zeros(num_slots, np.int64)
@@ -81,12 +79,12 @@ class SlotTable:
 
     def note_rows(self, slots: NDArray[np.int64], count: int, *, num_tokens: int) -> None:
         """So many (or, below 0, fewer) generation rows of each slot are in flight, with up to `num_tokens` tokens."""
-        # One scatter and three passes over all slots take a third of the time of three gathers and scatters.
+        # One scatter and a pass over all slots take a third of the time of three gathers and scatters.
         change = np.zeros(len(self.length), np.int64)
         change[slots] = count
-        self.rows_in_flight += change
-        self.samples_in_flight += change
-        self.pending += change if num_tokens == 1 else change * num_tokens
+        self._flying += change
+        if num_tokens > 1:
+            self.pending += change * (num_tokens - 1)
 
     def append(self, slots: NDArray[np.int64], tokens: Ints) -> NDArray[np.int64]:
         """One token for each slot; returns those to settle now: no recent one fits in, or the cache has to do."""

@@ -5,7 +5,7 @@ The first product has the activation behind it: a program computes the same colu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,36 @@ from headrace.kernels.moe._triton_route import Tiles
 from headrace.kernels.moe.port import ExpertAct, Stacked
 from headrace.kernels.quantise import Quantised
 
-FEW_ROWS = 16
+FEW_TILES = 8
+"""Up to here more programs of fewer columns each keep more processors busy."""
+SOME_ROWS = 32
+"""Of a tile: up to here a program is bound by reading its weight."""
+
+
+class GroupedTuning(NamedTuple):
+    outputs: int
+    """Columns of the result of a program."""
+    inputs: int
+    """Of a step of its loop."""
+    warps: int
+    stages: int
+    is_weights_first: bool = False
+    """Whether the weight is the wide side of the tensor cores' product, as is better for few rows."""
+
+
+def _e2m1_assembly() -> str:
+    """PTX: four bytes ($4) to the values of their low codes ($0, $1) and high ones ($2, $3), two to a register.
+
+    A code's bits become sign, exponent's and mantissa's first bits of a bfloat16: that is the value times 2 ** -126,
+    the subnormal one too.
+    """
+    lines = ["{", ".reg .b32 w, s, m, f, z;", "mov.b32 f, 0x7E807E80;", "mov.b32 z, 0x80008000;"]
+    for pair, bytes_of_halves in enumerate(("0x1404", "0x3424")):
+        lines.append(f"prmt.b32 w, $4, 0, {bytes_of_halves};")
+        for out in (2 + pair, pair):  # high codes stand where they are wanted
+            lines += ["and.b32 s, w, 0x80008000;", "shr.u32 m, w, 6;", "and.b32 m, m, 0x01C001C0;", "or.b32 s, s, m;"]
+            lines += [f"fma.rn.bf16x2 ${out}, s, f, z;", "shl.b32 w, w, 4;"]
+    return "\n".join([*lines, "}"])
 
 
 @triton.jit
@@ -28,6 +57,17 @@ def _e2m1(codes):
     bits = (size << 22) + (126 << 23)
     value = tl.where(size > 1, bits.to(tl.float32, bitcast=True), size.to(tl.float32) * 0.5)
     return tl.where((codes & 8) != 0, -value, value)
+
+
+_E2M1_HALVES: tl.constexpr = tl.constexpr(_e2m1_assembly())
+
+
+@triton.jit
+def _e2m1_halves(packed):
+    """-> (values of the low codes of bytes, of the high ones), bfloat16, exactly; four bytes at a time."""
+    return tl.inline_asm_elementwise(
+        _E2M1_HALVES, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
 
 
 @triton.jit
@@ -45,10 +85,14 @@ def _load_weight(weight, scale, outputs, out_mask, start, num_in, row_stride, sc
         else:
             packed = tl.load(at, mask=out_mask[:, None] & (halves < num_in // 2)[None, :], other=0)
             exponents = tl.load(at_scale, mask=out_mask[:, None] & (blocks < num_in // 32)[None, :], other=127)
-        packed = packed.to(tl.int32)
-        values = tl.interleave(_e2m1(packed & 15), _e2m1(packed >> 4))
-        factors = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        values = tl.reshape(values, (OUTPUTS, INPUTS // 32, 32)) * factors[:, :, None]
+        if tl.bfloat16 == COMPUTE:
+            low, high = _e2m1_halves(packed)
+            factors = (exponents.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+        else:
+            codes = packed.to(tl.int32)
+            low, high = _e2m1(codes & 15), _e2m1(codes >> 4)
+            factors = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        values = tl.reshape(tl.interleave(low, high), (OUTPUTS, INPUTS // 32, 32)) * factors[:, :, None]
         return tl.reshape(values, (OUTPUTS, INPUTS)).to(COMPUTE)
     else:
         inputs = start + tl.arange(0, INPUTS)
@@ -60,18 +104,54 @@ def _load_weight(weight, scale, outputs, out_mask, start, num_in, row_stride, sc
 
 
 @triton.jit
+def _add_product(acc, values, tile, by_row, at_scale, outputs, out_mask, scale_row_stride, INPUTS: tl.constexpr,
+                 SCALES: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):  # fmt: skip
+    """`acc` and values @ tile.T; with WEIGHTS_FIRST the transpose of it, whose wide side is the weight's."""
+    if SCALES == "one_block":
+        scales = by_row * tl.load(at_scale + tl.min(outputs, 0) // INPUTS * scale_row_stride)
+        if WEIGHTS_FIRST:
+            return acc + tl.dot(tile, tl.trans(values)) * scales[None, :]
+        else:
+            return acc + tl.dot(values, tl.trans(tile)) * scales[:, None]
+    elif SCALES == "block":
+        by_output = tl.load(at_scale + outputs // INPUTS * scale_row_stride, mask=out_mask, other=0.0)
+        if WEIGHTS_FIRST:
+            return acc + tl.dot(tile, tl.trans(values)) * by_output[:, None] * by_row[None, :]
+        else:
+            return acc + tl.dot(values, tl.trans(tile)) * by_row[:, None] * by_output[None, :]
+    else:
+        if WEIGHTS_FIRST:
+            return tl.dot(tile, tl.trans(values), acc, input_precision="ieee")
+        else:
+            return tl.dot(values, tl.trans(tile), acc, input_precision="ieee")
+
+
+@triton.jit
 def _activate(gate, up, limit, alpha, up_offset, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr):
     """float32"""
     if HAS_LIMIT:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        if KIND == "situ":
+            up = limit * _tanh(up / limit)
+        else:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
     return _nonlinear(gate, alpha, KIND) * (up + up_offset)
+
+
+@triton.jit
+def _tanh(x):
+    """A series near zero, where the other form would lose digits."""
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0)))
+    return tl.where(square < 0.01, near, 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))
 
 
 @triton.jit
 def _nonlinear(x, alpha, KIND: tl.constexpr):
     if KIND == "silu":
         return x / (1.0 + tl.exp(-alpha * x))
+    elif KIND == "situ":
+        return alpha * _tanh(x / alpha) / (1.0 + tl.exp(-x))
     elif KIND == "gelu_tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
@@ -117,6 +197,7 @@ def _grouped_kernel(
     X_SCALES: tl.constexpr,
     IS_MXFP4: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
     KIND: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -128,7 +209,8 @@ def _grouped_kernel(
 ):
     """Programs: (OUTPUTS columns of the result, tiles). A tile's pairs share an expert.
 
-    SCALES: of weights, "none", "output" or "block" (of 128 x 128). X_SCALES: "none", "one", "row" or "block".
+    SCALES: of weights, "none", "output", "block" (of 128 x 128), or "one_block" where a program's columns are in one.
+    X_SCALES: "none", "one", "row" or "block".
     """
     expert = tl.load(tile_experts + tl.program_id(1))
     if expert < 0:
@@ -146,30 +228,25 @@ def _grouped_kernel(
     x_at = x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     weight += expert * w_expert_stride
     w_scale += expert * scale_expert_stride
-    acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    acc_up = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    acc = tl.zeros((OUTPUTS, ROWS) if WEIGHTS_FIRST else (ROWS, OUTPUTS), tl.float32)
+    acc_up = acc
     for start in tl.range(0, num_in, INPUTS, num_stages=STAGES):
         values = tl.load(x_at + start, mask=row_mask[:, None] & (start + inputs < num_in)[None, :], other=0.0)
         values = values.to(COMPUTE)
+        by_row = tl.zeros((ROWS,), tl.float32)
+        if X_SCALES == "block":
+            by_row = tl.load(x_scale + rows * x_scale_stride + start // INPUTS, mask=row_mask, other=0.0)
         tile = _load_weight(weight, w_scale, first, mask, start, num_in, w_row_stride, scale_row_stride,
                             OUTPUTS, INPUTS, IS_MXFP4, IS_EVEN, COMPUTE)  # fmt: skip
-        if SCALES == "block":
-            by_row = tl.load(x_scale + rows * x_scale_stride + start // INPUTS, mask=row_mask, other=0.0)
-            at_scale = w_scale + start // INPUTS
-            by_output = tl.load(at_scale + first // INPUTS * scale_row_stride, mask=mask, other=0.0)
-            acc += tl.dot(values, tl.trans(tile)) * by_row[:, None] * by_output[None, :]
-        else:
-            acc = tl.dot(values, tl.trans(tile), acc, input_precision="ieee")
+        acc = _add_product(acc, values, tile, by_row, w_scale + start // INPUTS, first, mask, scale_row_stride,
+                           INPUTS, SCALES, WEIGHTS_FIRST)  # fmt: skip
         if IS_GATED:
             tile = _load_weight(weight, w_scale, second, mask, start, num_in, w_row_stride, scale_row_stride,
                                 OUTPUTS, INPUTS, IS_MXFP4, IS_EVEN, COMPUTE)  # fmt: skip
-            if SCALES == "block":
-                by_row = tl.load(x_scale + rows * x_scale_stride + start // INPUTS, mask=row_mask, other=0.0)
-                at_scale = w_scale + start // INPUTS
-                by_output = tl.load(at_scale + second // INPUTS * scale_row_stride, mask=mask, other=0.0)
-                acc_up += tl.dot(values, tl.trans(tile)) * by_row[:, None] * by_output[None, :]
-            else:
-                acc_up = tl.dot(values, tl.trans(tile), acc_up, input_precision="ieee")
+            acc_up = _add_product(acc_up, values, tile, by_row, w_scale + start // INPUTS, second, mask,
+                                  scale_row_stride, INPUTS, SCALES, WEIGHTS_FIRST)  # fmt: skip
+    if WEIGHTS_FIRST:
+        acc, acc_up = tl.trans(acc), tl.trans(acc_up)
     if X_SCALES == "one":
         acc, acc_up = acc * tl.load(x_scale), acc_up * tl.load(x_scale)
     elif X_SCALES == "row":
@@ -203,7 +280,7 @@ def launch_grouped(
     act_after: ExpertAct | None,
     factors: Tensor | None,
     out_dtype: torch.dtype,
-    tuning: tuple[int, int, int, int] | None = None,
+    tuning: GroupedTuning | None = None,
 ) -> Tensor:
     """Multiply each pair's row with its expert's weight.
 
@@ -211,7 +288,7 @@ def launch_grouped(
         act: [tokens, in] or [num_pairs, in], in the form that `stacked` wants.
         act_after: the activation behind a product of gate and up; None is none.
         factors: [num_pairs] float32, what results are multiplied with.
-        tuning: (outputs, inputs, warps, stages).
+        tuning: None is the measured choice.
 
     Returns:
         [num_pairs, out], or half as wide behind a gate; rows of pairs in no tile are undefined.
@@ -220,8 +297,12 @@ def launch_grouped(
     assert x.stride(1) == 1 and data.is_contiguous() and num_pairs % max(len(x), 1) == 0
     is_gated = act_after is not None and act_after.is_gated
     num_out, num_in = stacked.out_features // (2 if is_gated else 1), stacked.in_features
-    outputs, inputs, warps, stages = tuning or tuned(stacked, rows=tiles.rows, is_gated=is_gated)
-    inputs = BLOCK if scale_kinds(act, stacked)[0] == "block" else inputs
+    chosen = tuning or tuned(stacked, tiles, is_gated=is_gated)
+    constants = _constants(act, stacked, act_after)
+    outputs, inputs = chosen.outputs, BLOCK if constants["SCALES"] == "block" else chosen.inputs
+    fits = BLOCK % outputs == 0 and num_out % BLOCK == 0 and not constants["IS_INTERLEAVED"]
+    if constants["SCALES"] == "block" and fits:
+        constants["SCALES"] = "one_block"
     out = torch.empty((num_pairs, num_out), dtype=out_dtype, device=x.device)
     if not num_pairs:
         return out
@@ -248,10 +329,11 @@ def launch_grouped(
         OUTPUTS=outputs,
         INPUTS=inputs,
         IS_EVEN=num_out % outputs == 0 and num_in % inputs == 0,
+        WEIGHTS_FIRST=chosen.is_weights_first,
         HAS_FACTORS=factors is not None,
-        STAGES=stages,
-        num_warps=warps,
-        **_constants(act, stacked, act_after),
+        STAGES=chosen.stages,
+        num_warps=chosen.warps,
+        **constants,
     )
     return out
 
@@ -292,14 +374,25 @@ def scale_kinds(act: Quantised, stacked: Stacked) -> tuple[str, str]:
     return "output", "one" if act.scales.numel() == 1 and stacked.form.kind == "static" else "row"
 
 
-def tuned(stacked: Stacked, *, rows: int, is_gated: bool) -> tuple[int, int, int, int]:
-    """(outputs, inputs, warps, stages). Not measured yet; inputs fill whole tiles where some tile divides them."""
+def tuned(stacked: Stacked, tiles: Tiles, *, is_gated: bool) -> GroupedTuning:
+    """What was fastest on an H200 of the forms that `benchmarks/gpu_experts.py` tries."""
+    rows = tiles.rows
     if stacked.data.dtype == torch.float32:
-        return 32, 32, 4, 2
-    inputs = 128 if stacked.data.dtype.itemsize == 1 and stacked.in_features % 128 == 0 else 64
-    if rows <= FEW_ROWS:
-        return 32 if is_gated else 64, inputs, 4, 4
-    return 64 if is_gated else 128, inputs, 4 if rows <= 64 else 8, 3
+        return GroupedTuning(32, 32, 4, 2)
+    if stacked.storage == "mxfp4":
+        if rows > 64 and not is_gated:
+            return GroupedTuning(128, 64, 8, 3)
+        if rows == 16 and tiles.max_tiles <= FEW_TILES and stacked.in_features > 64:
+            return GroupedTuning(32, 128, 4, 4)
+        return GroupedTuning(64, 64, 4, 4)
+    inputs = 128 if rows <= SOME_ROWS or stacked.storage == "fp8" else 64
+    if rows <= SOME_ROWS:
+        return GroupedTuning(64, inputs, 4, 4, is_weights_first=True)
+    if rows <= 64:
+        return GroupedTuning(64 if is_gated else 128, inputs, 4, 3)
+    if stacked.storage == "fp8":
+        return GroupedTuning(128, inputs, 8, 3 if is_gated else 4)
+    return GroupedTuning(128 if is_gated else 256, inputs, 8, 4)
 
 
 @triton.jit
