@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,12 +55,18 @@ DEVICE, HOST, DISK = 0, 1, 2
 """Tiers. Blocks of each tier and group are numbered from 0, block 0 is never used."""
 
 
+NO_INTS: Ints = np.zeros(0, np.int32)
+"""Most fields of most plans: one for all of them."""
+
+
 def ints(values: Any = ()) -> Ints:
     return np.asarray(values, dtype=np.int32)
 
 
 def int_rows(values: Sequence[tuple[int, ...]], width: int) -> Ints:
     """[n, width], also for no values."""
+    if not values:
+        return _no_rows(width)
     return np.asarray(values, dtype=np.int32).reshape(len(values), width)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -70,20 +77,25 @@ def token_bits(tokens: Collection[int], num_words: int) -> Ints:
     return np.frombuffer(np.packbits(bits, bitorder="little").tobytes(), np.int32)
 
 
+@cache
+def _no_rows(width: int) -> Ints:
+    return np.zeros((0, width), np.int32)
+
+
 def _empty() -> Ints:
-    return np.zeros(0, dtype=np.int32)
+    return NO_INTS
 
 
 def _empty_triples() -> Ints:
-    return np.zeros((0, 3), dtype=np.int32)
+    return _no_rows(3)
 
 
 def _empty_copies() -> Ints:
-    return np.zeros((0, 6), dtype=np.int32)
+    return _no_rows(6)
 
 
 def _empty_transfers() -> Ints:
-    return np.zeros((0, 7), dtype=np.int32)
+    return _no_rows(7)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,23 @@ def test_a_calibration_finds_the_factors_that_made_its_steps() -> None:
     assert found.attention == pytest.approx(3, rel=0.1)
 
 
+def test_a_slow_step_alone_in_its_size_makes_no_slow_size() -> None:
+    """Steps scatter as on a busy machine, and the largest one, which is there once, was slow by chance."""
+    cost, rng = model().cost, np.random.default_rng(5)
+
+    def step(count: int, slower: float) -> Step:
+        work = Work(count, count, count, (100,), (100,))
+        return Step(count, count, count, [100], [100], 6 * slower * cost.linear_s(work), 1e-4)
+
+    steps = [step(count, each) for count in (1, 2, 32, 35) for each in rng.lognormal(0.0, 0.4, 20)]
+    found = _from_steps([*steps, step(37, 2.2)], cost, source="here")
+    assert found.factor(37) == pytest.approx(found.factor(35), rel=0.2)
+    quiet = _from_steps(
+        [step(count, 1.0 + (count == 37)) for count in (1, 2, 32, 35, 37) for _ in range(4)], cost, source=""
+    )
+    assert quiet.factor(37) == pytest.approx(2 * quiet.factor(35), rel=0.1)
+
+
 def test_a_calibration_is_of_the_device_that_is_modelled() -> None:
     one = Lengths(mean=1, min=1, max=1)
     workload = Workload(dataset="d", seed=0, warmup=0, eos_id=-1, input_len=one, output_len=one)

@@ -37,24 +37,37 @@ def world(settings: dict[str, Any]) -> Point:
 
 
 class Made:
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int = 8) -> None:
+        self.batch_size = batch_size
+        """As the user has it."""
         self.measured: list[dict[str, Any]] = []
+        self.confirmed: list[dict[str, Any]] = []
 
     def measure(self, settings: dict[str, Any]) -> Report:
         self.measured.append(settings)
+        return self.report([world({"max_batch_size": self.batch_size, **settings})])
+
+    def confirm(self, settings: dict[str, Any]) -> Report:
+        self.confirmed.append(settings)
+        return self.report([world({"max_batch_size": self.batch_size, **settings})])
+
+    def report(self, points: list[Point]) -> Report:
         one = Lengths(mean=1, min=1, max=1)
         workload = Workload(dataset="made up", seed=0, warmup=0, eos_id=-1, input_len=one, output_len=one)
         return Report(kind="throughput", date="", model={}, machine={}, num_gpus=1, settings={}, workload=workload,
-                      points=[world(settings)])  # fmt: skip
+                      points=points)  # fmt: skip
 
     def predict(self, settings: dict[str, Any], reports: Sequence[Report]) -> list[Point]:
         if settings.get("enable_chunked_prefill") is False:
             raise ValueError("enable_chunked_prefill: not with these prompts")
-        return [world(settings)]
+        return [world({"max_batch_size": self.batch_size, **settings})]
 
     def search(self, folder: Path, *, ttft_s: float, budget_s: float = 100.0) -> tuple[dict[str, Any], Store]:
         store = Store(folder, {"model": "m", "ttft": ttft_s})
-        bench = Bench(measure=self.measure, predict=self.predict, current={"max_batch_size": 8}.get)
+        bench = Bench(
+            measure=self.measure, confirm=self.confirm, confirms="server", predict=self.predict,
+            current={"max_batch_size": self.batch_size}.get,
+        )  # fmt: skip
         goal = Goal(slo=Slo(ttft_s=ttft_s), quantile=0.9)
         search = Search(bench, store, goal, budget_s=budget_s, max_per_knob=2, say=lambda line: None)
         return search.run(KNOBS, ASKED).settings, store
@@ -63,7 +76,7 @@ class Made:
 def test_the_fastest_within_the_limits_is_chosen_and_the_worse_is_not_measured(tmp_path: Path) -> None:
     made = Made()
     best, store = made.search(tmp_path / "wide", ttft_s=2.0)
-    assert best == {"max_batch_size": 16} and made.measured == [{}, {"max_batch_size": 16}] * 2
+    assert best == {"max_batch_size": 16} and made.measured == made.confirmed == [{}, {"max_batch_size": 16}]
     outcomes = {trial.settings["max_batch_size"]: trial.outcome for trial in store.journal.trials[1:3]}
     assert outcomes == {4: "pruned", 16: "measured"}
     assert "impossible" in {trial.outcome for trial in store.journal.trials}
@@ -75,11 +88,12 @@ def test_the_fastest_within_the_limits_is_chosen_and_the_worse_is_not_measured(t
 def test_a_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
     first, second = Made(), Made()
     best, _ = first.search(tmp_path, ttft_s=2.0, budget_s=-1.0)
-    assert best == {} and first.measured == [{}]
+    assert best == {} and first.measured == [{}] and not first.confirmed
     best, _ = second.search(tmp_path, ttft_s=2.0)
-    assert best == {"max_batch_size": 16} and second.measured == [{"max_batch_size": 16}, {}, {"max_batch_size": 16}]
+    assert best == {"max_batch_size": 16} and second.measured == [{"max_batch_size": 16}]
+    assert second.confirmed == [{}, {"max_batch_size": 16}]
     third = Made()
-    assert third.search(tmp_path, ttft_s=2.0)[0] == best and not third.measured
+    assert third.search(tmp_path, ttft_s=2.0)[0] == best and not third.measured and not third.confirmed
     with pytest.raises(ValueError, match="choose another folder"):
         second.search(tmp_path, ttft_s=1.0)
 
@@ -87,9 +101,9 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
 class Lucky(Made):
     """The second measurement of the larger batch doesn't say what the first one did."""
 
-    def measure(self, settings: dict[str, Any]) -> Report:
-        report = super().measure(settings)
-        if settings and self.measured.count(settings) > 1:
+    def confirm(self, settings: dict[str, Any]) -> Report:
+        report = super().confirm(settings)
+        if settings:
             return msgspec.structs.replace(report, points=[point(700.0, 0.1)])
         return report
 
@@ -97,11 +111,45 @@ class Lucky(Made):
 def test_a_gain_that_does_not_hold_is_none(tmp_path: Path) -> None:
     lucky = Lucky()
     best, store = lucky.search(tmp_path, ttft_s=2.0)
-    assert best == {} and lucky.measured == [{}, {"max_batch_size": 16}] * 2
+    assert best == {} and lucky.measured == lucky.confirmed == [{}, {"max_batch_size": 16}]
     assert store.journal.best == len(store.journal.trials) - 2
     short = Lucky()
     best, _ = short.search(tmp_path / "short", ttft_s=2.0, budget_s=0.0)
     assert best == {} and short.measured == [{}]
+
+
+class Served(Made):
+    """Over HTTP every request is later, and what needs most memory may not even start."""
+
+    is_broken = False
+
+    def confirm(self, settings: dict[str, Any]) -> Report:
+        self.confirmed.append(settings)
+        batch = settings.get("max_batch_size", self.batch_size)
+        if self.is_broken and batch == 16:
+            raise RuntimeError("the server has ended")
+        return self.report([point(90.0 * batch, 0.15 * batch)])
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_a_server_says_counts(tmp_path: Path, is_broken: bool) -> None:
+    made = Served(batch_size=4)
+    made.is_broken = is_broken
+    best, store = made.search(tmp_path, ttft_s=2.0)
+    assert made.measured == [{}, {"max_batch_size": 16}, {"max_batch_size": 8}]
+    assert best == {"max_batch_size": 8} and made.confirmed == made.measured
+    chosen = store.journal.trials[store.journal.best or 0]
+    assert chosen.through == "server" and chosen.measured is not None
+    assert (chosen.measured.output_tokens_per_s, chosen.measured.ttft_s) == (720.0, pytest.approx(1.2))
+    outcomes = [trial.outcome for trial in store.journal.trials if trial.knob == "again"]
+    assert outcomes == ["measured", "failed" if is_broken else "measured", "measured"]
+
+
+def test_settings_as_given_are_told_as_a_server_has_them(tmp_path: Path) -> None:
+    made = Served(batch_size=16)
+    best, store = made.search(tmp_path, ttft_s=3.0)
+    assert best == {} and made.confirmed == [{}]
+    assert store.journal.trials[store.journal.best or 0].through == "server"
 
 
 def test_the_front_has_what_nothing_beats_in_both(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ from headrace.cli.bench_options import take_options
 
 if TYPE_CHECKING:
     from headrace.bench.http import Server
+    from headrace.bench.report import Point, Report
+    from headrace.bench.workload import Task
+    from headrace.cli.bench_options import Options
     from headrace.hub.source import ModelSource
     from headrace.text.tokenizer import Tokenizer
 
@@ -28,7 +31,6 @@ def measure_server(ctx: click.Context, model: str | None, given: dict[str, Any])
     from headrace import log
     from headrace.bench.dataset import load_tasks
     from headrace.bench.http import Server
-    from headrace.bench.report import Report, Workload
     from headrace.bench.serve import ServerDriver
     from headrace.cli.bench_sweep import finish, sweep
 
@@ -38,23 +40,45 @@ def measure_server(ctx: click.Context, model: str | None, given: dict[str, Any])
     if options.outputs.output_json is not None:
         raise click.UsageError("--output_json: a server sends no ids: leave it out")
     server = Server(url=given["url"].rstrip("/"), api_key=given["api_key"] or "")
-    served, info = _facts(server, given["served_model_name"])
-    source = _Model(model or info.get("model"), is_named=model is not None)
+    served, info = facts_of(server, given["served_model_name"])
+    source = ServedModel(model or info.get("model"), is_named=model is not None)
     tasks = load_tasks(options.dataset, vocab_size=source.vocab_size, tokenizer=source.tokenizer)
     if (limit := info.get("max_seq_len")) is not None:
         _check_lengths(tasks, limit)
-    num_gpus = given["num_gpus"] or _stated_gpus(info)
+    num_gpus = given["num_gpus"] or stated_gpus(info)
     driver = ServerDriver(server, model=served, api=given["api"], tokenizer=source.tokenizer)
     points, records = sweep(
         driver.run, tasks, options, kind="serve", num_gpus=num_gpus, shares_cache=given["allow_cache_hits"]
     )
-    report = Report(
+    report = report_of_server(server, served, info, tasks, options, api=given["api"], points=points, num_gpus=num_gpus)
+    finish(ctx, report, records, options.outputs)
+
+
+def report_of_server(
+    server: Server,
+    served: str,
+    info: Mapping[str, Any],
+    tasks: Sequence[Task],
+    options: Options,
+    *,
+    api: str,
+    points: list[Point],
+    num_gpus: int,
+) -> Report:
+    """
+    Args:
+        served: the model's name in requests.
+        info: what the server says of itself.
+    """
+    from headrace.bench.report import Report, Workload
+
+    return Report(
         kind="serve",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         model={"name": served, "type": info.get("model_type", "?"), "dtype": "as served"},
         machine=_machine(server, info),
         num_gpus=num_gpus,
-        settings={"api": given["api"], "server": info.get("configuration", {})},
+        settings={"api": api, "server": info.get("configuration", {})},
         workload=Workload.of(
             tasks,
             dataset=options.dataset.name,
@@ -66,10 +90,9 @@ def measure_server(ctx: click.Context, model: str | None, given: dict[str, Any])
         slo=options.slo,
         points=points,
     )
-    finish(ctx, report, records, options.outputs)
 
 
-class _Model:
+class ServedModel:
     """The files of the served model, found when they are needed."""
 
     def __init__(self, name: str | None, *, is_named: bool) -> None:
@@ -105,7 +128,7 @@ class _Model:
         return load_tokenizer(self.source)
 
 
-def _facts(server: Server, name: str | None) -> tuple[str, Mapping[str, Any]]:
+def facts_of(server: Server, name: str | None) -> tuple[str, Mapping[str, Any]]:
     """The model's name in requests, and what a Headrace server says of itself."""
 
     async def ask() -> tuple[Any, Any]:
@@ -131,7 +154,7 @@ def _check_lengths(tasks: Any, limit: int) -> None:
             )
 
 
-def _stated_gpus(info: Mapping[str, Any]) -> int:
+def stated_gpus(info: Mapping[str, Any]) -> int:
     settings: Any = info.get("configuration") or {}
     product = 1
     for name in PARALLEL:

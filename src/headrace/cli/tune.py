@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headrace.tune.judge import Goal
     from headrace.tune.store import Store, Trial
 
+SERVED_RUNS = 2
 FILES_OF_BENCH = ("report_json", "html", "plots", "output_json", "request_json")
 
 
@@ -40,6 +41,9 @@ def tune_options(command: Any) -> Any:
                    help="No trial begins that would end later than this."),
             option("--max_per_knob", type=click.IntRange(1), default=2,
                    help="Values of one setting that are measured, the best by prediction."),
+            option("--no_server", is_flag=True,
+                   help="Measure the result in this process again, not through 'headrace serve' over HTTP: for limits "
+                   "of the engine alone."),
             option("--no_prediction", is_flag=True, help="Measure every candidate, whatever the simulator says."),
         ],
     )  # fmt: skip
@@ -58,11 +62,13 @@ def tune(ctx: click.Context, model: str | None, **options: Any) -> None:
     Turns one setting after another in the order in which they matter: max_batch_size, max_num_tokens, the cache's
     share of memory, the capacity policy, chunked prefill. Candidates are simulated first, with step times of what was
     measured so far; those that can't be better are not measured. Several loads (--concurrency 1,4,16) are measured
-    with each candidate, and the best that keeps the limits counts. Settings that you give are not turned.
+    with each candidate, and the best that keeps the limits counts. Settings that you give are not turned. In the end
+    'headrace serve' is started with the settings as given and with the best ones, and measured over HTTP: those figures
+    count.
     """
     from headrace import log
 
-    names = ("output_dir", "quantile", "budget", "max_per_knob", "no_prediction")
+    names = ("output_dir", "quantile", "budget", "max_per_knob", "no_server", "no_prediction")
     given = {name: options.pop(name) for name in names}
     typed = [name for name in FILES_OF_BENCH if options[name] is not None]
     if typed:
@@ -106,6 +112,42 @@ class Rig:
     candidates: Candidates
     tasks: Sequence[Task]
     options: Options
+    goal: Goal
+    folder: Path
+
+    def measure_served(self, settings: dict[str, Any]) -> Report:
+        """Through `headrace serve`, as `headrace bench serve` measures it: of several runs the worst one of each load.
+
+        Which requests come while others' prompts are computed is chance, and what is promised has to hold again.
+        """
+        import torch
+
+        from headrace.bench.serve import ServerDriver
+        from headrace.cli.bench_server import ServedModel, facts_of, report_of_server, stated_gpus
+        from headrace.cli.bench_sweep import sweep
+        from headrace.config.show import as_yaml
+        from headrace.tune.judge import figures_of
+        from headrace.tune.served import served
+
+        resolved = self.candidates.resolved(settings)
+        config = self.folder / "served.yaml"
+        config.write_text(as_yaml(resolved), encoding="utf-8")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what this process has measured with is the server's now
+        with served(config, self.folder / "server.log") as server:
+            name, info = facts_of(server, None)
+            driver = ServerDriver(
+                server, model=name, tokenizer=ServedModel(resolved.args.model, is_named=True).tokenizer
+            )
+            num_gpus = stated_gpus(info)
+            runs = [
+                sweep(driver.run, self.tasks, self.options, kind=f"tune, served {number}", num_gpus=num_gpus)[0]
+                for number in range(1, SERVED_RUNS + 1)
+            ]
+            points = [min(same, key=lambda point: figures_of(point, self.goal).rank) for same in zip(*runs)]
+            return report_of_server(
+                server, name, info, self.tasks, self.options, api="completions", points=points, num_gpus=num_gpus
+            )
 
     def measure(self, settings: dict[str, Any]) -> Report:
         import msgspec
@@ -214,7 +256,7 @@ def _tune(ctx: click.Context, candidates: Candidates, options: Options, given: d
     from headrace.bench.workload import full_lengths
     from headrace.tune.judge import Goal
     from headrace.tune.knobs import KNOBS, Asked
-    from headrace.tune.search import Bench, Search, text_of
+    from headrace.tune.search import Bench, Search
     from headrace.tune.store import Store
 
     base = candidates.resolved({})
@@ -223,11 +265,14 @@ def _tune(ctx: click.Context, candidates: Candidates, options: Options, given: d
         click.echo(f"headrace: {note}", err=True)
     tasks = tasks_for(base.args, options)
     goal = Goal(slo=options.slo or Slo(), quantile=given["quantile"])
-    rig = Rig(candidates, tasks, options)
-    store = Store(given["output_dir"], _asked(base, options, goal))
+    rig = Rig(candidates, tasks, options, goal, given["output_dir"])
+    store = Store(given["output_dir"], {**_asked(base, options, goal), "served": not given["no_server"]})
     predict = rig.measure_as_prediction if given["no_prediction"] else rig.predict
     search = Search(
-        Bench(measure=rig.measure, predict=predict, current=candidates.current), store, goal,
+        Bench(
+            measure=rig.measure, confirm=rig.measure if given["no_server"] else rig.measure_served,
+            confirms="engine" if given["no_server"] else "server", predict=predict, current=candidates.current,
+        ), store, goal,
         budget_s=given["budget"], max_per_knob=given["max_per_knob"], say=lambda line: click.echo(line, err=True),
     )  # fmt: skip
     asked = Asked(
@@ -238,16 +283,32 @@ def _tune(ctx: click.Context, candidates: Candidates, options: Options, given: d
     knobs = [knob for knob in KNOBS if not candidates.has_set(knob.path)]
     best = search.run(knobs, asked)
     written = _write(candidates, store, goal, best)
-    given_ones = [trial.measured for trial in store.journal.trials if trial.measured and not trial.settings]
-    assert best.measured is not None
-    click.echo(f"as given    {text_of(given_ones[-1])}")
-    click.echo(f"chosen      {best.name}")
-    click.echo(f"measured    {text_of(best.measured)}")
+    for line in _said(store, best):
+        click.echo(line)
     click.echo(f"written     {', '.join(str(path) for path in written)}")
     click.echo(f"serve it    headrace serve --config {written[0]}")
+    assert best.measured is not None
     if not best.measured.keeps:
         click.echo("headrace: no settings kept every limit; these come nearest", err=True)
         ctx.exit(1)
+
+
+def _said(store: Store, best: Trial) -> list[str]:
+    """What was measured and how: the settings as given and the chosen ones, these with the engine alone as well."""
+    from headrace.tune.page import HOW
+    from headrace.tune.search import text_of
+
+    trials = [trial for trial in store.journal.trials if trial.measured is not None]
+    given = [trial for trial in trials if not trial.settings][-1]
+    assert best.measured is not None and given.measured is not None
+    lines = [f"as given    {text_of(given.measured)}{HOW[given.through]}", f"chosen      {best.name}"]
+    lines.append(f"measured    {text_of(best.measured)}{HOW[best.through]}")
+    alone = [trial for trial in trials if trial.settings == best.settings and trial.through == "engine"]
+    if best.through == "server" and alone[0].measured is not None:
+        lines.append(f"in process  {text_of(alone[0].measured)}, the engine without a server")
+    elif best.through == "engine":
+        lines.append("            of the engine in this process: over HTTP it is slower, see docs/tune.md")
+    return lines
 
 
 def _asked(base: Resolved, options: Options, goal: Goal) -> dict[str, Any]:
@@ -272,12 +333,11 @@ def _write(candidates: Candidates, store: Store, goal: Goal, best: Trial) -> lis
     from headrace.bench.plots import png, require_matplotlib
     from headrace.config.show import as_yaml
     from headrace.tune.page import as_page, measured_of, paint
-    from headrace.tune.search import text_of
 
     folder = store.folder
     yaml = folder / "config.yaml"
     assert best.measured is not None
-    head = f"# headrace tune: {text_of(best.measured)}\n"
+    head = "".join(f"# {line}\n" for line in ["headrace tune", *_said(store, best)])
     text = head + as_yaml(candidates.resolved(best.settings)).rstrip() + "\n"
     yaml.write_text(text, encoding="utf-8")
     pictures: dict[str, bytes] = {}

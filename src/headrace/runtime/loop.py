@@ -93,7 +93,8 @@ class Loop:
     def step(self) -> None:
         scheduler = self.scheduler
         plan = scheduler.plan(self._clock())
-        self._send(Outbox.of(scheduler.take_deltas()))
+        if deltas := scheduler.take_deltas():
+            self._send(Outbox.of(deltas))
         if plan is not None:
             self.engine.submit(plan)
         most = self._num_ahead if plan is not None else max(scheduler.num_in_flight - 1, 0)

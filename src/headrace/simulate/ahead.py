@@ -17,18 +17,17 @@ from numpy.typing import NDArray
 from headrace.runtime.core import Core
 from headrace.scheduler.section import SectionScheduler
 from headrace.simulate.engine import ModelledEngine
-from headrace.simulate.work import Longs
+from headrace.simulate.work import MAX_STEPS, Longs
 
 Floats = NDArray[np.float64]
 
-MAX_STEPS = 4096
 MAX_CELLS = 1 << 20
 """Steps times rows, where lengths are needed by row."""
 MIN_STEPS = 3
 """Fewer are sooner made than worked out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ahead:
     """The next turns of one instance, none of which has been made."""
 
@@ -48,27 +47,32 @@ class Ahead:
     def num_turns(self) -> int:
         return len(self.ends_s)
 
-    def begun_before(self, time_s: float) -> int:
-        """Turns that begin before that."""
-        return int(np.searchsorted(self.ends_s[:-1], time_s, "left")) + 1 if self.begins_s < time_s else 0
+    def begun_before(self, time_s: float) -> Ahead | None:
+        """Those of the turns that begin before that; None: there are none."""
+        if self.begins_s >= time_s:
+            return None
+        count = int(self.ends_s[:-1].searchsorted(time_s, "left")) + 1
+        return Ahead(
+            self.rows, self.ends_s[:count], self.free_s[:count], self.seconds[:count], self.begins_s, self.due_s
+        )
 
-    def apply(self, core: Core, engine: ModelledEngine, num_turns: int) -> None:
-        """Make the first `num_turns` of them."""
+    def apply(self, core: Core, engine: ModelledEngine) -> None:
+        """Make them."""
         section = core.scheduler.sections[0]
-        depth = len(self.due_s)
+        depth, num_turns = len(self.due_s), self.num_turns
         # Windows slide at each commit: more tokens in flight would need blocks that real turns don't.
         piece = num_turns if not section.kv.has_windows else max(section.settings.tokens_per_block - depth, 1)
         for start in range(0, num_turns, piece):
             _grow(section, engine, self.rows, min(piece, num_turns - start), depth=depth)
-        due_s = [*self.due_s, *self.free_s[max(num_turns - len(self.due_s), 0) : num_turns].tolist()]
+        due_s = [*self.due_s, *self.free_s[max(num_turns - depth, 0) :].tolist()]
         engine.skip(
             self.rows,
             num_turns,
-            done_s=due_s[len(due_s) - len(self.due_s) :],
-            free_s=float(self.free_s[num_turns - 1]),
-            busy_s=float(self.seconds[:num_turns].sum()),
+            done_s=due_s[len(due_s) - depth :],
+            free_s=float(self.free_s[-1]),
+            busy_s=float(np.add.reduce(self.seconds)),
         )
-        engine.clock.reach(float(self.ends_s[num_turns - 1]))
+        engine.clock.reach(float(self.ends_s[-1]))
 
 
 def look_ahead(core: Core, engine: ModelledEngine, *, is_quiet: bool) -> Ahead | None:
@@ -82,14 +86,13 @@ def look_ahead(core: Core, engine: ModelledEngine, *, is_quiet: bool) -> Ahead |
     if len(scheduler.queue) and not is_quiet:
         return None
     section = scheduler.sections[0]
-    if section.prefilling or any(pending.has_context for pending in engine.queue):
+    if section.prefilling or engine.has_context:
         return None
     rows = _steady_rows(section, scheduler.num_in_flight)
     if rows is None:
         return None
     slots = section.slots
-    num_steps = int((slots.max_len[rows] - 1 - slots.length[rows]).min())
-    num_steps = min(num_steps, MAX_STEPS)
+    num_steps = min(int((slots.max_len[rows] - slots.length[rows]).min()) - 1, MAX_STEPS)
     if section.kv.has_windows:
         num_steps = min(num_steps, MAX_CELLS // len(rows))
     num_steps = _with_room(section, rows, num_steps, depth=scheduler.settings.depth)
@@ -106,10 +109,8 @@ def _steady_rows(section: SectionScheduler, num_in_flight: int) -> Longs | None:
     rows = slots.generating.nonzero()[0]
     if not 0 < len(rows) <= settings.max_num_tokens or len(rows) != section.num_active:
         return None
-    in_flight = slots.rows_in_flight
-    if int(in_flight.sum()) != num_in_flight * len(rows) or (in_flight[rows] != num_in_flight).any():
-        return None
-    return rows
+    is_steady = not np.count_nonzero(slots.rows_in_flight != num_in_flight * slots.generating)
+    return rows if is_steady else None
 
 
 def _with_room(section: SectionScheduler, rows: Longs, num_steps: int, *, depth: int) -> int:
@@ -132,12 +133,15 @@ def _timed(engine: ModelledEngine, rows: Longs, num_steps: int) -> Ahead:
     seconds = engine.decode_s(rows, num_steps)
     begins_s, in_flight = engine.clock.now_s, [pending.done_s for pending in engine.queue]
     host_s = engine.cost.calibration.host_s
-    # Where the device never waits for the host, it works without a gap, and turns end as its steps do.
-    free_s = np.add.accumulate(np.concatenate([[engine.free_s], seconds]))
-    ends_s = np.concatenate([in_flight, free_s[1:]])[:num_steps]
-    submitted_s = np.concatenate([[begins_s], ends_s[:-1]]) + host_s
-    if (submitted_s <= free_s[:-1]).all() and (submitted_s <= ends_s).all():
-        return Ahead(rows, ends_s, free_s[1:], seconds, begins_s, in_flight)
+    if len(in_flight) == 1:
+        # Where the device never waits for the host, it works without a gap, and turns end as its steps do.
+        free_s = np.empty(num_steps + 1)
+        free_s[0] = engine.free_s
+        free_s[1:] = seconds
+        np.add.accumulate(free_s, out=free_s)
+        ends_s = free_s[:-1]
+        if begins_s + host_s <= engine.free_s and not np.count_nonzero(ends_s[:-1] + host_s > ends_s[1:]):
+            return Ahead(rows, ends_s, free_s[1:], seconds, begins_s, in_flight)
     ends, free = _one_by_one(begins_s, host_s, engine.free_s, deque(in_flight), seconds.tolist())
     return Ahead(rows, np.array(ends), np.array(free), seconds, begins_s, in_flight)
 
@@ -160,26 +164,27 @@ def _one_by_one(
 
 def _grow(section: SectionScheduler, engine: ModelledEngine, rows: Longs, num_turns: int, *, depth: int) -> None:
     """The rows are `num_turns` tokens longer: room, tokens and names in the index."""
-    slots, kv = section.slots, section.kv
-    needed = np.minimum(slots.length + num_turns - 1 + slots.pending, slots.max_len)
-    short = rows[(needed > slots.capacity)[rows]]
-    actives = [active for slot in short.tolist() if (active := slots.by_slot[slot]) is not None]
-    actives.sort(key=lambda active: active.order)
-    refused = kv.extend_each([(active.request.id, int(needed[active.slot]), 0) for active in actives])
-    assert not refused, "there was room for these steps"
-    for active in actives:
-        slots.capacity[active.slot] = kv.num_tokens_capacity(active.request.id)
-        section.changes.changed(active.request.id, active.slot)
+    slots, kv, by_slot = section.slots, section.kv, section.slots.by_slot
     before = slots.length[rows]
+    # What is in flight now counts as well; all of it is below every row's limit.
+    needed = before + (num_turns - 1 + depth)
+    short = (needed > slots.capacity[rows]).nonzero()[0]
+    if len(short):
+        stalled = section.make_room(rows[short], needed[short])
+        assert not stalled, "there was room for these steps"
     slots.length[rows] = before + num_turns
-    for slot, length in zip(rows.tolist(), before.tolist(), strict=True):
-        active = slots.by_slot[slot]
+    due: list[int] = (slots.commit_at[rows] - (num_turns - 1)).tolist()
+    has_windows = kv.has_windows
+    for slot, length, due_at in zip(rows.tolist(), before.tolist(), due, strict=True):
+        active = by_slot[slot]
         assert active is not None
-        slots.fill_up(active, length)
-        active.tokens += [engine.token_of(active.request.id)] * num_turns
-        num_computed = length + num_turns - 1
-        if num_computed >= slots.commit_at[slot]:
+        tokens, owner = active.tokens, active.request.id
+        if len(tokens) < length:
+            slots.fill_up(active, length)
+        tokens += [engine.token_of(owner)] * num_turns
+        if length >= due_at:
+            num_computed = length + num_turns - 1
             section.external.computed(active, num_computed)
-            slots.commit_at[slot] = kv.commit(active.request.id, active.tokens, num_computed)
-            if kv.has_windows and kv.has_left(active.request.id):
-                section.changes.changed(active.request.id, slot)
+            slots.commit_at[slot] = kv.commit(owner, tokens, num_computed)
+            if has_windows and kv.has_left(owner):
+                section.changes.changed(owner, slot)

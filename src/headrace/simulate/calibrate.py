@@ -16,8 +16,8 @@ from headrace.simulate.work import Work
 MIN_STEPS = 8
 """Fewer tell nothing."""
 MAX_KNOTS = 16
-SMOOTHNESS = 0.02
-"""Weight of the difference between the factors of two neighbouring knots, against one step's relative error."""
+LEAST_ERROR = 0.02
+"""No step is known better than this."""
 ROUNDS = 8
 TOLERANCE = 0.25
 """Relative error beyond which a step counts less: somebody else had the machine."""
@@ -49,7 +49,7 @@ def _from_steps(steps: Sequence[Step], cost: Cost, *, source: str) -> Calibratio
     attention = np.array([float(cost.attention_s(work)) for work in works])
     knots = _knots(tokens)
     basis = _hats(np.log2(tokens), np.log2(knots)) * linear[:, None]  # [steps, knots]
-    factors, on_attention = _fit(basis, attention, measured)
+    factors, on_attention = _fit(basis, attention, measured, octaves=np.diff(np.log2(knots)))
     modelled = basis @ factors + on_attention * attention
     only_generates = np.array([work.num_tokens == work.num_rows for work in works])
     ratios = measured / np.maximum(modelled, 1e-12)
@@ -86,25 +86,35 @@ def _hats(places: Floats, knots: Floats) -> Floats:
     return np.stack([np.interp(places, knots, row) for row in np.eye(len(knots))], axis=1)
 
 
-def _fit(basis: Floats, attention: Floats, measured: Floats) -> tuple[Floats, float]:
-    """Least squares of the relative errors; steps far off count less and less (Huber, 1964)."""
+def _fit(basis: Floats, attention: Floats, measured: Floats, *, octaves: Floats) -> tuple[Floats, float]:
+    """Least squares of the relative errors; steps far off count less and less (Huber, 1964).
+
+    The factors are a random walk along the knots, which may move by a typical factor in an octave; it is weighed by how
+    far steps scatter. So few steps at one knot, slow by chance, can't make it another than its close neighbours.
+
+    Args:
+        octaves: between neighbouring knots.
+    """
     num_knots = basis.shape[1]
     scale = float(np.median(measured / np.maximum(basis.sum(1), 1e-12)))  # of the factors
     smooth = np.zeros((num_knots - 1, num_knots + 1))
     for row in range(num_knots - 1):
-        smooth[row, row], smooth[row, row + 1] = SMOOTHNESS / scale, -SMOOTHNESS / scale
+        smooth[row, row], smooth[row, row + 1] = 1 / scale, -1 / scale
+    smooth /= np.sqrt(octaves)[:, None]
     prior = np.zeros((1, num_knots + 1))
-    prior[0, -1] = SMOOTHNESS / scale
+    prior[0, -1] = 1 / scale  # attention is near the typical factor
+    scatter = LEAST_ERROR
     columns = np.concatenate([basis, attention[:, None]], axis=1) / measured[:, None]
     weights = np.ones(len(measured))
     found = np.zeros(num_knots + 1)
     for _ in range(ROUNDS):
         root = np.sqrt(weights)
-        left = np.concatenate([columns * root[:, None], smooth, prior])
-        right = np.concatenate([root, np.zeros(num_knots - 1), [SMOOTHNESS]])  # attention is near the typical factor
+        left = np.concatenate([columns * root[:, None], scatter * smooth, scatter * prior])
+        right = np.concatenate([root, np.zeros(num_knots - 1), [scatter]])
         found = _not_negative(left, right)
         error = np.abs(columns @ found - 1)
         weights = np.minimum(1, TOLERANCE / np.maximum(error, 1e-9))
+        scatter = max(float(np.median(error)), LEAST_ERROR)
     return found[:-1], float(found[-1])
 
 

@@ -67,6 +67,7 @@ class ModelledEngine:
         self._jitter = Jitter(cost.calibration.generation_spread, seed=seed)
         self._context_jitter = Jitter(cost.calibration.context_spread, seed=seed)
         self._token = np.zeros(0, np.int32)
+        self._ones = np.ones(0, np.int32)
 
     def open(self) -> EngineFacts:
         return self.facts
@@ -74,6 +75,7 @@ class ModelledEngine:
     def allocate(self, sizes: PoolSizes) -> None:
         self.ledger = Ledger(self.facts.groups, sizes.num_slots)
         self._token = np.zeros(sizes.num_slots, np.int32)
+        self._ones = np.ones(sizes.num_slots, np.int32)
 
     def submit(self, plan: StepPlan) -> None:
         section = plan.sections[0]
@@ -81,7 +83,7 @@ class ModelledEngine:
         for init in section.inits:
             self._token[init.slot] = self.token_of(init.request_id)
         jitter = self._context_jitter if section.num_context_rows else self._jitter
-        seconds = float(self.cost.seconds(self.ledger.take(section))) * float(jitter.factors(self.num_steps, 1)[0])
+        seconds = float(self.cost.seconds(self.ledger.take(section))) * jitter.factor(self.num_steps)
         self.num_steps += 1
         self.clock.pass_by(self.cost.calibration.host_s)
         self.free_s = max(self.clock.now_s, self.free_s) + seconds
@@ -95,6 +97,11 @@ class ModelledEngine:
 
     def close(self) -> None:
         self.queue.clear()
+
+    @property
+    def has_context(self) -> bool:
+        """A step in flight computes prompts."""
+        return any(pending.has_context for pending in self.queue)
 
     def token_of(self, request_id: int) -> int:
         return request_id % self.facts.vocab_size
@@ -118,8 +125,11 @@ class ModelledEngine:
             pending.done_s = time_s
 
     def _result(self, plan: StepPlan, section: Section, seconds: float) -> StepResult:
-        accepted = (section.flags & SAMPLE).astype(np.int32)
-        tokens = self._token[section.slot[accepted > 0]]
+        if section.num_context_rows:
+            accepted = section.flags & SAMPLE
+            tokens = self._token[section.slot[accepted > 0]]
+        else:
+            accepted, tokens = self._ones[: section.num_rows], self._token[section.slot]
         moved = NOTHING
         if len(section.copies) or len(section.transfers):
             moved = np.concatenate([section.copies[:, 0], section.transfers[:, 0]])

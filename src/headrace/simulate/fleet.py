@@ -19,6 +19,7 @@ from headrace.simulate.routing import Loads, Router, round_robin
 from headrace.simulate.tally import Tally
 from headrace.types import Delta, Request, Sampling
 
+GREEDY = Sampling()
 DUE, ENDED, TURN = range(3)
 """Kinds of events, in the order of those at one moment: a turn hears of everything that came before it."""
 
@@ -198,8 +199,8 @@ class Run:
         task = self._turns.tasks[number]
         return Request(
             id=self._first_id + number,
-            prompt=list(task.prompt),
-            sampling=Sampling(),
+            prompt=task.prompt if isinstance(task.prompt, list) else list(task.prompt),
+            sampling=GREEDY,
             max_tokens=task.num_output,
             arrival_s=due_s,
             cache_salt=self._cache_salt,

@@ -69,12 +69,12 @@ class Instance:
         """Changes when what was told to come next does not come."""
         self._fast = fast
         self._ahead: Ahead | None = None
+        """Turns that come next, before a real one."""
         self._is_quiet = False
-        self._may_look = False
 
     @property
     def has_work(self) -> bool:
-        return bool(self.inbox.messages) or self.core.scheduler.has_work
+        return self._ahead is not None or bool(self.inbox.messages) or self.core.scheduler.has_work
 
     @property
     def next_s(self) -> float:
@@ -88,26 +88,23 @@ class Instance:
 
     def put(self, request: Request, now_s: float) -> None:
         """A request comes in; what was begun before is done first."""
-        ahead = self._ahead
-        if ahead is not None:
-            self._make(ahead, ahead.begun_before(now_s))
+        if self._ahead is not None:
+            self._ahead = self._ahead.begun_before(now_s)
             self.version += 1
         elif not self.has_work:
             self.clock.reach(now_s)
         self.inbox.messages.append(wire.Submit([request]))
 
     def turn(self) -> list[tuple[float, Delta]]:
-        """One turn of the loop, or a look at how many can be made at once, or those. Returns who ended, and when."""
+        """The turns that were known to come, and a real one: somebody has come or is about to end.
+
+        Returns who ended, and when.
+        """
         if self._ahead is not None:
-            self._make(self._ahead, self._ahead.num_turns)
-            self._may_look = False  # somebody is about to end
-            return []
-        if self._fast and self._may_look and not self.inbox.messages:
-            self._ahead = look_ahead(self.core, self.engine, is_quiet=self._is_quiet)
-        if self._ahead is not None:
-            return []
+            self._make(self._ahead)
         self._real_turn()
-        self._may_look = True
+        if self._fast:
+            self._ahead = look_ahead(self.core, self.engine, is_quiet=self._is_quiet)
         ended, self.inbox.ended = self.inbox.ended, []
         return ended
 
@@ -134,12 +131,10 @@ class Instance:
         counts = scheduler.counts
         self._is_quiet = bool(made) and not (came or self.inbox.ended or counts.num_admitted or counts.num_preempted)
 
-    def _make(self, ahead: Ahead, num_turns: int) -> None:
+    def _make(self, ahead: Ahead) -> None:
         self._ahead = None
-        if not num_turns:
-            return
         ids: Longs = self.core.scheduler.sections[0].slots.request_id[ahead.rows]
-        ahead.apply(self.core, self.engine, num_turns)
-        self.inbox.tally.add_run(ids, ahead.ends_s[:num_turns])
-        self.loop.steps += num_turns
-        self.inbox.tally.num_steps += num_turns
+        ahead.apply(self.core, self.engine)
+        self.inbox.tally.add_run(ids, ahead.ends_s)
+        self.loop.steps += ahead.num_turns
+        self.inbox.tally.num_steps += ahead.num_turns

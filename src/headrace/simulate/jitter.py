@@ -27,6 +27,10 @@ class Jitter:
         self._spread = np.array(spread or (1.0,), np.float64)
         self._seed = np.uint64(seed)
 
+    def factor(self, number: int) -> float:
+        """Of one step."""
+        return 1.0 if len(self._spread) == 1 else float(self.factors(number, 1)[0])
+
     def factors(self, first: int, count: int) -> Floats:
         """Of the steps from number `first` on."""
         if len(self._spread) == 1:

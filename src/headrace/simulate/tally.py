@@ -16,8 +16,6 @@ from headrace.types import Delta
 MAX_GAPS = 2_000_000
 """Gaps between tokens that quantiles are taken of; beyond it each stands for several."""
 
-ONE = np.ones(1, np.int64)
-
 Floats = NDArray[np.float64]
 
 
@@ -34,13 +32,14 @@ class Tally:
         self.ends: list[Delta | None] = [None] * num_requests
         self.num_steps = 0
         self._gaps: list[Floats] = []
-        self._weights: list[Longs] = []
+        self._weights: list[int] = []
+        """How often each of the gaps in an array is there."""
 
     def add(self, ids: Longs, time_s: float) -> None:
         """One token for each of these requests; none is a first one."""
         requests = ids - self._first_id
         self._gaps.append(time_s - self.last_s[requests])
-        self._weights.append(np.ones(len(requests), np.int64))
+        self._weights.append(1)
         self.last_s[requests] = time_s
         self.count[requests] += 1
 
@@ -49,7 +48,7 @@ class Tally:
         request = request_id - self._first_id
         if self.count[request]:
             self._gaps.append(np.array([time_s - self.last_s[request]]))
-            self._weights.append(ONE)
+            self._weights.append(1)
         else:
             self.first_s[request] = time_s
         self.last_s[request] = time_s
@@ -58,8 +57,8 @@ class Tally:
     def add_run(self, ids: Longs, times_s: Floats) -> None:
         """One token for each at each of these times; none is a first one."""
         requests = ids - self._first_id
-        self._gaps += [times_s[0] - self.last_s[requests], np.diff(times_s)]
-        self._weights += [np.ones(len(requests), np.int64), np.full(len(times_s) - 1, len(requests))]
+        self._gaps += [times_s[0] - self.last_s[requests], times_s[1:] - times_s[:-1]]
+        self._weights += [1, len(requests)]
         self.last_s[requests] = times_s[-1]
         self.count[requests] += len(times_s)
 
@@ -70,7 +69,8 @@ class Tally:
     def gaps_s(self) -> Floats:
         if not self._gaps:
             return np.zeros(0)
-        gaps, weights = np.concatenate(self._gaps), np.concatenate(self._weights)
+        gaps = np.concatenate(self._gaps)
+        weights = np.repeat(self._weights, [len(each) for each in self._gaps])
         gaps, weights = gaps[gaps > 0], weights[gaps > 0]
         total = int(weights.sum())
         if total > MAX_GAPS:

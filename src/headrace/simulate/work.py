@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.seam import FROM_DEVICE, SAMPLE, GroupSpec, Section
+from headrace.seam import FROM_DEVICE, SAMPLE, GroupSpec, Ints, Section
 
 Longs = NDArray[np.int64]
 
+MAX_STEPS = 4096
+"""That are worked out at once."""
+COUNTING = np.arange(1, MAX_STEPS + 1, dtype=np.int64)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)  # frozen ones take three times as long to make, and every step has one
 class Work:
     """One step of one section. Of a run of steps, `pairs` and `reads` are arrays with an entry a step."""
 
@@ -37,10 +41,27 @@ class Ledger:
 
     def take(self, section: Section) -> Work:
         """The section's work, and the lengths after it."""
+        if not section.num_context_rows and not np.count_nonzero(section.num_drafts):
+            return self._generated(section.slot)
         slot, count = section.slot.astype(np.int64), section.num_tokens.astype(np.int64)  # [rows]
         start = np.where(section.start == FROM_DEVICE, self.length[slot], section.start)
         self.length[slot] = start + count
         return self._work(start, count, num_sampled=int(np.count_nonzero(section.flags & SAMPLE)))
+
+    def _generated(self, slot: Ints) -> Work:
+        """One token for each: the same as `_work` says, and sooner."""
+        length = self.length[slot] + 1
+        self.length[slot] = length
+        num_rows, num_cached = len(slot), int(np.add.reduce(length))
+        seen: list[int] = []
+        for group in self.groups:
+            if group.is_recurrent:
+                seen.append(num_rows)
+            elif group.window is None:
+                seen.append(num_cached)
+            else:
+                seen.append(int(np.minimum(length, group.window).sum()))
+        return Work(num_rows, num_rows, num_rows, tuple(seen), tuple(seen))
 
     def _work(self, start: Longs, count: Longs, *, num_sampled: int) -> Work:
         num_rows, num_tokens, num_cached = len(count), int(count.sum()), int(start.sum())
@@ -61,7 +82,7 @@ class Ledger:
     def decode(self, slots: Longs, num_steps: int) -> Work:
         """Of the next steps that have one generation row for each of these slots and nothing else."""
         length = self.length[slots]  # [rows]
-        after = np.arange(1, num_steps + 1, dtype=np.int64)
+        after = COUNTING[:num_steps]
         seen: list[Longs | int] = []
         for group in self.groups:
             if group.is_recurrent:

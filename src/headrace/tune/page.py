@@ -16,6 +16,8 @@ from headrace.tune.store import AGAIN, Journal, Trial
 
 __all__ = ["Measured", "as_page", "front_of", "paint"]
 
+HOW = {"engine": "", "server": ", through a server"}
+"""By `Trial.through`."""
 GREY, BLUE, ORANGE = "#8c959f", "#1f6feb", "#d1570f"
 
 
@@ -55,16 +57,18 @@ def front_of(measured: Sequence[Measured]) -> list[Measured]:
 
 def paint(axes: Any, measured: Sequence[Measured]) -> None:
     """A `bench.plots.Paint`."""
+    alone = [one for one in measured if one.trial.through == "engine"]  # a server's figures are others
     for colour, label, chosen in (
-        (GREY, "over a limit", [one for one in measured if not one.keeps]),
-        (BLUE, "within the limits", [one for one in measured if one.keeps]),
+        (GREY, "over a limit", [one for one in alone if not one.keeps]),
+        (BLUE, "within the limits", [one for one in alone if one.keeps]),
     ):
         if chosen:
             axes.plot(*zip(*(one.place for one in chosen)), "o", color=colour, label=label)
-    front = front_of(measured)
+    front = front_of(alone)
     axes.plot(*zip(*(one.place for one in front)), "-", color=GREY, linewidth=1, label="front", zorder=1)
     best = [one for one in measured if one.is_best]
-    axes.plot(*zip(*(one.place for one in best)), "*", color=ORANGE, markersize=14, label="chosen settings")
+    label = f"chosen settings{HOW[best[0].trial.through]}" if best else ""
+    axes.plot(*zip(*(one.place for one in best)), "*", color=ORANGE, markersize=14, label=label)
     for one in front:
         if any(one.trial.settings == each.trial.settings and one.point.load == each.point.load
                for each in front[: front.index(one)]):  # fmt: skip
@@ -83,7 +87,7 @@ def as_page(journal: Journal, goal: Goal, best: Trial, *, yaml: str, pictures: d
     facts = [
         ("limits", f"{slo_text(goal.slo)} for {goal.quantile:.0%} of the requests each" if goal.slo.limits else "none"),
         ("chosen", best.name),
-        ("measured", text_of(best.measured)),
+        ("measured", f"{text_of(best.measured)}{HOW[best.through]}"),
         *((name, _plain(value)) for name, value in journal.asked.items() if name not in ("model", "goal")),
     ]
     head = ("trial", "settings", "outcome", "tok/s", "predicted", "TTFT ms", "TPOT ms", "at", "reason")
@@ -111,7 +115,7 @@ def _row(trial: Trial) -> tuple[str, ...]:
     measured, predicted = trial.measured, trial.predicted
     return (
         str(trial.number),
-        f"{trial.name}, again" if trial.knob == AGAIN else trial.name,
+        f"{trial.name}{HOW[trial.through] or ', again'}" if trial.knob == AGAIN else trial.name,
         trial.outcome,
         "" if measured is None else f"{measured.output_tokens_per_s:,.1f}",
         "" if predicted is None else f"{predicted.output_tokens_per_s:,.1f}",

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.bench.report import Point, Report
 from headrace.tune.judge import Figures, Goal, gain, judge
 from headrace.tune.knobs import Asked, Knob
-from headrace.tune.store import AGAIN, Outcome, Store, Trial
+from headrace.tune.store import AGAIN, Outcome, Store, Through, Trial
 
 SAME = 0.01
 """A smaller predicted difference is none."""
@@ -18,6 +18,10 @@ WORSE = 0.10
 """Predicted to lose more than this: not measured. The simulator's own error is about that."""
 BETTER = 0.03
 """A measured gain has to be larger, or the settings stay as they are."""
+CONFIRMING = 2
+"""As many trials take the time of a second measurement: of a server, that is, in several runs."""
+MAX_CONFIRMED = 3
+"""Settings that are measured a second time, the first ones left aside."""
 
 Settings = dict[str, Any]
 
@@ -28,6 +32,10 @@ class Bench:
 
     measure: Callable[[Settings], Report]
     """Raises ValueError, MemoryError or RuntimeError: they don't work."""
+    confirm: Callable[[Settings], Report]
+    """As they will be used; raises the same. What it says is what the user is told."""
+    confirms: Through
+    """What `confirm` measures."""
     predict: Callable[[Settings, Sequence[Report]], Sequence[Point]]
     """From the reports so far. Raises ValueError or MemoryError: they can't work."""
     current: Callable[[str], Any]
@@ -66,27 +74,62 @@ class Search:
         first = best = self._measured("", {}, None)
         for knob in knobs:
             best = self._turn(knob, best, asked)
-        if best is not first:
-            best = self._confirmed(best, first)
+        best = self._confirmed(best, first)
         self._store.journal.best = best.number
         self._store.save()
         return best
 
     def _confirmed(self, best: Trial, first: Trial) -> Trial:
-        """The best of many measured values is partly luck: the best and the first settings are measured again, and
-        what the second time says counts. Without time for it, the best as it is."""
-        self._say("again: does the gain hold?")
-        if self._has_no_time(2):
-            self._say(f"  not measured again: the budget of {self._budget_s:.0f} s is spent")
+        """The settings to use, with figures that were measured as they will be used.
+
+        The best of many measured values is partly luck, and a server is not an engine in a process of its own. So the
+        first settings and the best ones are measured again, and what the second time says counts; where it says that
+        the best ones don't keep the limits, the next best ones are asked. Without time for it, the best as it is.
+        """
+        words = "through a server" if self._bench.confirms == "server" else "again"
+        self._say(f"{words}: does it hold?")
+        if self._has_no_time(CONFIRMING * (1 + (best is not first))):
+            self._say(f"  not measured {words}: the budget of {self._budget_s:.0f} s is spent")
             return best
-        before, after = (self._measured(AGAIN, trial.settings, None) for trial in (first, best))
-        assert before.measured is not None and after.measured is not None
-        share = gain(after.measured, before.measured)
-        if share > 0:
-            self._say(f"  yes: {share:+.0%} over the settings as given")
-            return after
-        self._say(f"  no: {share:+.0%}; the settings stay as given")
-        return before
+        base = found = self._again(first)
+        if base is None or found is None:
+            return best
+        assert base.measured is not None
+        for number, trial in enumerate(self._better_than(first)[:MAX_CONFIRMED]):
+            if number and self._has_no_time(CONFIRMING):
+                break
+            after = self._again(trial)
+            if after is None:
+                continue
+            assert after.measured is not None and found.measured is not None
+            if gain(after.measured, found.measured) > 0:
+                found = after
+            if after.measured.keeps:
+                break
+        assert found.measured is not None
+        if found is not base:
+            self._say(f"  yes: {gain(found.measured, base.measured):+.0%} over the settings as given")
+        elif best is not first:
+            self._say("  no: the settings stay as given")
+        return found
+
+    def _again(self, trial: Trial) -> Trial | None:
+        """None: they don't work as they would be used."""
+        try:
+            return self._measured(AGAIN, trial.settings, None)
+        except (ValueError, MemoryError, RuntimeError) as error:
+            self._note(AGAIN, trial.settings, "failed", str(error))
+            return None
+
+    def _better_than(self, first: Trial) -> list[Trial]:
+        """What was measured to be better by more than noise, the best first."""
+        assert first.measured is not None
+        found = [
+            (trial.measured.rank, -trial.number, trial)
+            for trial in self._store.journal.trials
+            if trial.measured is not None and trial.settings and gain(trial.measured, first.measured) > BETTER
+        ]
+        return [trial for *_, trial in sorted(found, key=lambda each: each[:2], reverse=True)]
 
     def _has_no_time(self, num_trials: int) -> bool:
         return time.monotonic() - self._began_s + num_trials * self._longest_s > self._budget_s
@@ -104,32 +147,32 @@ class Search:
             settings = {**best.settings, knob.path: value}
             figures = self._predicted(settings)
             if isinstance(figures, str):
-                self._note(knob, settings, "impossible", figures)
+                self._note(knob.path, settings, "impossible", figures)
                 continue
             share = gain(figures, base)
             if abs(share) < SAME:
-                self._note(knob, settings, "pruned", "predicted to change nothing", figures)
+                self._note(knob.path, settings, "pruned", "predicted to change nothing", figures)
             elif share < -WORSE:
-                self._note(knob, settings, "pruned", f"predicted to be {-share:.0%} worse", figures)
+                self._note(knob.path, settings, "pruned", f"predicted to be {-share:.0%} worse", figures)
             else:
                 wanted.append((share, settings, figures))
         wanted.sort(key=lambda each: each[0], reverse=True)
         for rank, (_, settings, figures) in enumerate(wanted):
             if rank >= self._max_per_knob:
-                self._note(knob, settings, "pruned", "others are predicted to be better", figures)
+                self._note(knob.path, settings, "pruned", "others are predicted to be better", figures)
                 continue
             best = self._try(knob, settings, figures, best)
         return best
 
     def _try(self, knob: Knob, settings: Settings, predicted: Figures, best: Trial) -> Trial:
         assert best.measured is not None
-        if self._store.known(settings) is None and self._has_no_time(1):
-            self._note(knob, settings, "no time", f"the budget of {self._budget_s:.0f} s is spent", predicted)
+        if self._store.known(settings) is None and self._has_no_time(1 + 2 * CONFIRMING):
+            self._note(knob.path, settings, "no time", f"the budget of {self._budget_s:.0f} s is spent", predicted)
             return best
         try:
             trial = self._measured(knob.path, settings, predicted)
         except (ValueError, MemoryError, RuntimeError) as error:
-            self._note(knob, settings, "failed", str(error), predicted)
+            self._note(knob.path, settings, "failed", str(error), predicted)
             return best
         assert trial.measured is not None
         return trial if gain(trial.measured, best.measured) > BETTER else best
@@ -140,14 +183,15 @@ class Search:
         if known is not None:
             report, name, seconds = self._store.report(known), known.report, known.seconds
         else:
-            report = self._bench.measure(settings)
+            report = (self._bench.confirm if knob == AGAIN else self._bench.measure)(settings)
             name, seconds = self._store.keep(report, number), time.monotonic() - began_s
-            self._longest_s = max(self._longest_s, seconds)
-        self._reports.append(report)
+            self._longest_s = max(self._longest_s, seconds / (CONFIRMING if knob == AGAIN else 1))
+        if knob != AGAIN:
+            self._reports.append(report)
         figures = judge(report.points, self._goal)
         trial = Trial(
             number=number, knob=knob, settings=settings, outcome="measured", predicted=predicted, measured=figures,
-            report=name, seconds=seconds,
+            through=self._bench.confirms if knob == AGAIN else "engine", report=name, seconds=seconds,
         )  # fmt: skip
         self._store.add(trial)
         self._tell(trial, "" if known is None else " (from an earlier run)")
@@ -161,10 +205,10 @@ class Search:
             return str(error)
 
     def _note(
-        self, knob: Knob, settings: Settings, outcome: Outcome, reason: str, predicted: Figures | None = None
+        self, knob: str, settings: Settings, outcome: Outcome, reason: str, predicted: Figures | None = None
     ) -> None:
         trial = Trial(
-            number=len(self._store.journal.trials), knob=knob.path, settings=settings, outcome=outcome, reason=reason,
+            number=len(self._store.journal.trials), knob=knob, settings=settings, outcome=outcome, reason=reason,
             predicted=predicted,
         )  # fmt: skip
         self._store.add(trial)

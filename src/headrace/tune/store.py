@@ -13,8 +13,9 @@ from headrace.tune.judge import Figures
 
 SCHEMA_VERSION = 1
 AGAIN = "again"
-"""In the place of a knob: a trial that only measures a second time."""
+"""In the place of a knob: a trial that only measures a second time, as the settings will be used."""
 
+Through = Literal["engine", "server"]
 Outcome = Literal["measured", "pruned", "impossible", "failed", "no time"]
 
 
@@ -30,6 +31,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     predicted: Figures | None = None
     measured: Figures | None = None
+    through: Through = "engine"
+    """What was measured: the engine in the process of the search, or a server over HTTP."""
     report: str = ""
     """File with the whole measurement, in the folder of the record."""
     seconds: float = 0.0
