@@ -116,6 +116,21 @@ def test_sorting(monkeypatch: pytest.MonkeyPatch, device: str, num_tokens: int, 
     assert sorted(found) == [pair for pair, expert in enumerate(ids.flatten().tolist()) if 2 <= expert < 6]
 
 
+@pytest.mark.parametrize("is_weights_first", [False, True])
+@pytest.mark.parametrize(
+    "name", ["half", "cut, interleaved, with biases", "fp8 by output", "fp8 blocks", "mxfp4, half"]
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_either_side_may_be_the_wide_one(
+    device: str, name: str, is_weights_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import headrace.kernels.moe._triton_grouped as grouped
+
+    tuning = grouped.GroupedTuning(64, 64, 4, 2, is_weights_first)
+    monkeypatch.setattr(grouped, "tuned", lambda *_, **__: tuning)
+    check_run(Moved("triton", device), CASES[name])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_code_of_mxfp4(device: str) -> None:
     """A unit vector reads one column of a weight: all sixteen codes with scales from tiny to large."""

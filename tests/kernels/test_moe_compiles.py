@@ -51,7 +51,8 @@ for kind, (x, weight, scale, scales, x_scales) in KINDS.items():
         constants = dict(
             PAIRS_A_ROW=8, ROWS=rows, OUTPUTS=64,
             INPUTS=64 if kind in ("plain", "mxfp4") else 128,
-            SCALES=scales, X_SCALES=x_scales, IS_MXFP4=is_mxfp4, IS_EVEN=True, WEIGHTS_FIRST=rows == 16, KIND="silu", IS_GATED=True,
+            SCALES=scales, X_SCALES=x_scales, IS_MXFP4=is_mxfp4, IS_EVEN=True, WEIGHTS_FIRST=rows == 16,
+            KIND="silu", IS_GATED=True,
             IS_INTERLEAVED=is_mxfp4, HAS_LIMIT=is_mxfp4, HAS_BIAS=is_mxfp4, HAS_FACTORS=False,
             COMPUTE=tl.float8e4nv if kind not in ("plain", "mxfp4") else tl.bfloat16, STAGES=3)
         built = build(grouped._grouped_kernel, types, constants, num_warps=4 if rows == 16 else 8, num_stages=3)

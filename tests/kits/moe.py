@@ -52,6 +52,8 @@ CASES = {
     ),
     "no gate": Case(act=ExpertAct("relu2", is_gated=False)),
     "gelu": Case(act=ExpertAct("gelu_tanh")),
+    "situ": Case(act=ExpertAct("situ", alpha=1.3, limit=2.0)),
+    "situ, no limit": Case(act=ExpertAct("situ", alpha=0.6), dtype=torch.bfloat16),
     "weighs the input": Case(weighs_input=True, top_k=1),
     "some experts": Case(num_experts=9, first_expert=3, num_local=4, top_k=4, num_tokens=11),
     "fp8 static": Case(recipe="fp8", dtype=torch.bfloat16, hidden=64, inner=32),
@@ -154,6 +156,9 @@ def activated(x: Tensor, act: ExpertAct) -> Tensor:
     if not act.is_gated:
         return torch.relu(x).square()
     gate, up = (x[::2], x[1::2]) if act.is_interleaved else x.chunk(2)
+    if act.kind == "situ":
+        up = up if act.limit is None else act.limit * torch.tanh(up / act.limit)
+        return act.alpha * torch.tanh(gate / act.alpha) * torch.sigmoid(gate) * up
     if act.limit is not None:
         gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
     turned = (

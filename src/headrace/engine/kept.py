@@ -77,9 +77,10 @@ def find_kept(source: ModelSource, weights: WeightMap) -> KeptWeights:
     return KeptWeights(places)
 
 
-def keep_or_leave(source: ModelSource, weights: WeightMap, *, is_wanted: bool) -> KeptWeights:
-    """What speculation finds, and one line of the log about it. Nothing where nobody asked for speculation."""
-    found = find_kept(source, weights)
+def keep_or_leave(source: ModelSource, weights: WeightMap, *, load_format: str, is_wanted: bool) -> KeptWeights:
+    """What speculation finds, and one line of the log about it. Nothing where nobody asked for speculation, or where
+    weights are drawn and none are read."""
+    found = find_kept(source, weights) if load_format == "auto" else KeptWeights({})
     if found:
         what = f"{len(found)} tensors of multi-token prediction ({_families(found)}), {found.size_bytes:,} bytes"
         if is_wanted:

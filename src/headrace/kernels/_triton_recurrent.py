@@ -21,7 +21,8 @@ VALUES = 32
 DELTA_CHUNK, DELTA_ROUNDS = 16, 3
 """Tokens that are solved together: (1 + A)^-1 of a strictly triangular A of that size has that many factors after the
 first. Powers of A of larger chunks would lose too many digits."""
-SSD_CHUNK = 32
+SSD_CHUNK, SSD_CHUNK_WARPS = 16, 8
+"""With chunks of 32, or with fewer warps, registers spill to memory."""
 NORM_EPS = tl.constexpr(1e-6)
 
 
@@ -324,11 +325,13 @@ def launch_ssd(x: Tensor, b: Tensor, c: Tensor, *, decay: Tensor, state: Tensor,
     tensors = (x, b, c, decay, state, out, step.slots, step.query_starts)
     sizes = (heads, dim, size, x.stride(0), b.stride(0), c.stride(0), state.stride(0))
     tiles, num_chunked = -(-dim // VALUES), step.num_context_rows
-    options = {"GROUP": heads // b.shape[1], "STATE": max(16, power_of_2(size)), "VALUES": VALUES, "num_warps": 4}
+    options = {"GROUP": heads // b.shape[1], "STATE": max(16, power_of_2(size)), "VALUES": VALUES}
     if num_chunked:
         grid(_ssd_chunk_kernel, tiles, heads, num_chunked)(
-            *tensors, *sizes, CHUNK=SSD_CHUNK, PRECISION=_precision(b), **options
+            *tensors, *sizes, CHUNK=SSD_CHUNK, PRECISION=_precision(b), num_warps=SSD_CHUNK_WARPS, **options
         )
     if num_chunked < len(step.slots):
-        grid(_ssd_step_kernel, tiles, heads, len(step.slots) - num_chunked)(*tensors, num_chunked, *sizes, **options)
+        grid(_ssd_step_kernel, tiles, heads, len(step.slots) - num_chunked)(
+            *tensors, num_chunked, *sizes, num_warps=4, **options
+        )
     return out

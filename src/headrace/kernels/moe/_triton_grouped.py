@@ -298,17 +298,13 @@ def launch_grouped(
     is_gated = act_after is not None and act_after.is_gated
     num_out, num_in = stacked.out_features // (2 if is_gated else 1), stacked.in_features
     chosen = tuning or tuned(stacked, tiles, is_gated=is_gated)
-    constants = _constants(act, stacked, act_after)
-    outputs, inputs = chosen.outputs, BLOCK if constants["SCALES"] == "block" else chosen.inputs
-    fits = BLOCK % outputs == 0 and num_out % BLOCK == 0 and not constants["IS_INTERLEAVED"]
-    if constants["SCALES"] == "block" and fits:
-        constants["SCALES"] = "one_block"
+    constants = _constants(act, stacked, act_after, chosen, num_out=num_out)
     out = torch.empty((num_pairs, num_out), dtype=out_dtype, device=x.device)
     if not num_pairs:
         return out
     usual = act_after or ExpertAct()
     w_scale = data if stacked.scales is None else stacked.scales
-    grid(_grouped_kernel, -(-num_out // outputs), tiles.max_tiles)(
+    grid(_grouped_kernel, -(-num_out // chosen.outputs), tiles.max_tiles)(
         x,
         data,
         out,
@@ -326,23 +322,30 @@ def launch_grouped(
         *(usual.limit or 0.0, usual.alpha, usual.up_offset),
         PAIRS_A_ROW=num_pairs // len(x),
         ROWS=tiles.rows,
-        OUTPUTS=outputs,
-        INPUTS=inputs,
-        IS_EVEN=num_out % outputs == 0 and num_in % inputs == 0,
-        WEIGHTS_FIRST=chosen.is_weights_first,
         HAS_FACTORS=factors is not None,
-        STAGES=chosen.stages,
         num_warps=chosen.warps,
         **constants,
     )
     return out
 
 
-def _constants(act: Quantised, stacked: Stacked, act_after: ExpertAct | None) -> dict[str, Any]:
-    """What the kernel is compiled for, of the layer."""
+def _constants(
+    act: Quantised, stacked: Stacked, act_after: ExpertAct | None, tuning: GroupedTuning, *, num_out: int
+) -> dict[str, Any]:
+    """What the kernel is compiled for, of the layer and its tiles."""
     usual = act_after or ExpertAct(is_gated=False)
     scales, x_scales = scale_kinds(act, stacked)
+    outputs, inputs = tuning.outputs, tuning.inputs
+    if scales == "block":
+        inputs = BLOCK
+        is_inside = BLOCK % outputs == 0 and num_out % BLOCK == 0 and not usual.is_interleaved
+        scales = "one_block" if is_inside else scales
     return {
+        "OUTPUTS": outputs,
+        "INPUTS": inputs,
+        "IS_EVEN": num_out % outputs == 0 and stacked.in_features % inputs == 0,
+        "WEIGHTS_FIRST": tuning.is_weights_first,
+        "STAGES": tuning.stages,
         "SCALES": scales,
         "X_SCALES": x_scales,
         "IS_MXFP4": stacked.storage == "mxfp4",

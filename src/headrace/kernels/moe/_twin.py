@@ -70,13 +70,18 @@ def activate(x: Tensor, act: ExpertAct) -> Tensor:
         return _nonlinear(wide, act).to(x.dtype)
     gate, up = (wide[:, ::2], wide[:, 1::2]) if act.is_interleaved else wide.chunk(2, -1)
     if act.limit is not None:
-        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+        if act.kind == "situ":
+            up = act.limit * torch.tanh(up / act.limit)
+        else:
+            gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
     return (_nonlinear(gate, act) * (up + act.up_offset)).to(x.dtype)
 
 
 def _nonlinear(x: Tensor, act: ExpertAct) -> Tensor:
     if act.kind == "silu":
         return x * torch.sigmoid(act.alpha * x)
+    if act.kind == "situ":
+        return act.alpha * torch.tanh(x / act.alpha) * torch.sigmoid(x)
     if act.kind == "gelu":
         return F.gelu(x)
     if act.kind == "gelu_tanh":

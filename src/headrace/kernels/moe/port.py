@@ -17,7 +17,7 @@ from headrace.kernels.quantise import PLAIN, Form
 Scoring = Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_top", "sigmoid_top"]
 """Scores of all experts, or (`..._top`) of the chosen ones only, which are then chosen by their logits."""
 GroupScore = Literal["max", "top2"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "situ"]
 Storage = Literal["plain", "fp8", "mxfp4"]
 
 MXFP4_BLOCK = 32
@@ -49,6 +49,8 @@ class ExpertAct:
     """What stands between an expert's two products: act(gate) * (up + up_offset).
 
     silu is gate * sigmoid(alpha * gate), which is what gpt-oss scales. Without a gate it is act(up).
+    situ (Kimi-K3, Moonshot AI 2026) is alpha * tanh(gate / alpha) * sigmoid(gate), and its limit is a soft one: up
+    becomes limit * tanh(up / limit). It has a gate.
     """
 
     kind: Activation = "silu"
