@@ -4,8 +4,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 ./scripts/setup.sh test,dev
+./scripts/test_tools.sh
 bin="$(cd "${VIRTUAL_ENV:-${HEADRACE_VENV:-.venv}}/bin" && pwd)"
-export PATH="$bin:$PATH"
+export PATH="$bin:$PATH:${bin%/bin}/tools/usr/bin"
 
 ruff check .
 ruff format --check .

@@ -15,7 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Before any library is imported, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
-if not Path("/dev/nvidia0").exists():
+HAS_GPU = Path("/dev/nvidia0").exists()
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -31,6 +32,13 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`-m slow` also chooses slow tests that need a GPU."""
+    for item in items if not HAS_GPU else ():
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from headrace.bench.http import Server as Address
 from headrace.bench.pace import Closed, Open
+from headrace.bench.report import Load, make_point
 from headrace.bench.serve import Answer, ServerDriver
 from headrace.bench.workload import Task
 from headrace.cli.main import cli
@@ -55,6 +56,22 @@ def test_what_fails_is_a_line_of_the_record(server: Server) -> None:
     record = driver(server).run(tasks, pace=Closed())
     (line,) = record.errors()
     assert line.startswith("request 3: the server answered 400") and record.num_output.tolist() == [0, 2]
+    assert record.num_input.tolist()[0] == 0, "nobody worked on it"
+
+
+def test_prompts_are_counted_with_the_server_s_template(server: Server) -> None:
+    tasks = [Task(0, list(b"some text"), 2)]
+    plain, chat = (driver(server, api).run(tasks, pace=Closed()).num_input[0] for api in ("completions", "chat"))
+    assert plain == 9 < chat
+
+
+def test_all_may_fail() -> None:
+    with listening(b"HTTP/1.1 503 Busy\r\n\r\n{}") as url:
+        record = ServerDriver(Address(url=url), model="m").run([Task(0, [1, 2], 2)], pace=Closed())
+    point = make_point(record, Load(pattern="closed"))
+    result = point.result
+    assert point.latency["e2e_s"] is None, "a refusal's time is no latency"
+    assert (result.num_done, result.input_tokens, result.total_tokens_per_s, result.cache_hit_rate) == (0, 0, 0, 0)
 
 
 def test_pieces_of_several_tokens_share_their_arrival() -> None:

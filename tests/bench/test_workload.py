@@ -66,6 +66,8 @@ def test_ids_need_no_tokenizer() -> None:
         ({"input_ids": "1 2", "output_tokens": 1}, "input_ids must be a list"),
         ({"input_ids": [], "output_tokens": 1}, "the prompt is empty"),
         ({"output_tokens": 1}, "neither input_ids nor prompt"),
+        ({"prompt": 5, "output_tokens": 1}, "prompt and turns must be texts, got 5"),
+        ({"turns": ["a", {}], "output_tokens": 1}, "prompt and turns must be texts, got {}"),
         ({"prompt": "\ud800", "output_tokens": 1}, "prompt: the text has a lone surrogate"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.main import run
+from headrace.hub.outlines import outline_names
 from tests.hub.test_rank_share import LLAMA_70B, QWEN3_NEXT
 
 
@@ -64,6 +65,17 @@ def test_a_config_file_for_another_machine(model: str, tmp_path: Path, capsys: p
     assert found["ranks"]["attention_data"] and found["ranks"]["expert"] == 8
     uses = [row["use"] for row in found["stages"][0]["memory"]["rows"]]
     assert "KV, host tier" in uses and "KV, disk tier" in uses and "recurrent states" in uses
+
+
+@pytest.mark.parametrize("name", outline_names())
+def test_models_by_name_say_what_their_numbers_are(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, name, "--gpu", "2048GiB", "--seq_len", "4096", "--tp", "4", "--ep", "4")
+    assert found["note"].startswith(f"{name}: Written from the published")
+    assert found["model"]["is_known"] and found["stages"][0]["groups"]
+    run(["plan", name, "--gpu", "b200"])
+    assert capsys.readouterr().out.startswith(f"{name}: Written from the published")
+    run(["plan", "--help"])
+    assert name in capsys.readouterr().out
 
 
 def test_this_machine_is_the_default(model: str, capsys: pytest.CaptureFixture[str]) -> None:

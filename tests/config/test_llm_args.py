@@ -178,3 +178,11 @@ def test_settings_travel_between_processes() -> None:
     args = LlmArgs(max_batch_size=4, kv_cache_config=KvCacheConfig(mamba_state_cache_interval=256))
     packed = args.model_dump(mode="json", exclude_unset=True)
     assert LlmArgs.model_validate(packed) == args
+
+
+@pytest.mark.parametrize("value", [2**63, str(2**63)])
+@pytest.mark.parametrize("name", ["max_seq_len", "max_batch_size"])
+def test_no_number_is_larger_than_messages_hold(name: str, value: int | str) -> None:
+    values: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=rf"{name}: must be less than or equal to 9223372036854775807"):
+        LlmArgs(**values)

@@ -36,6 +36,7 @@ def made(**arguments: Any) -> Resolved:
         ({"encode_only": True, "prefill_cuda_graph_backend": "piecewise"}, "encode_only"),
         ({"deterministic": True, "tensor_parallel_size": 2}, "deterministic"),
         ({"deterministic": True, "attn_backend": "VANILLA"}, "deterministic"),
+        ({"deterministic": True, "attn_backend": "FLASHINFER"}, "deterministic"),
         ({"encode_only": True, "torch_compile_config": {"enable_piecewise_cuda_graph": True}}, "encode_only"),
         ({"encoder_cuda_graph_config": {"num_tokens": [8]}}, "encoder_max_batch_size"),
         ({"encoder_cuda_graph_config": {}, "encoder_max_batch_size": 4, "encode_only": True},

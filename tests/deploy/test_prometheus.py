@@ -1,10 +1,12 @@
-"""A real Prometheus scrapes a real server of two processes: what it stores is what was asked of the server."""
+"""A real Prometheus scrapes a server: what it stores is what was asked of the server."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,14 @@ import yaml
 
 from headrace.server.run import bind
 from tests.cli.test_bad_input import checkpoint as checkpoint
+from tests.server.harness import running
+from tests.server.loop_process import LoopProcess, SlowEngine
 from tests.server.test_fronts import Several
 from tests.server.test_service import until
 
 from .test_files import DEPLOY, RULES, expressions
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian's package) isn't here"),
-]
+pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian's package) isn't here")
 
 NUM_REQUESTS = 12
 
@@ -33,11 +34,16 @@ class Prometheus:
             port = listener.getsockname()[1]
         config: dict[str, Any] = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-        config["rule_files"] = [str(RULES)]
+        rules = yaml.safe_load(RULES.read_text())
+        for group in rules["groups"]:
+            group["interval"] = "1s"
+        (folder / "rules.yml").write_text(yaml.safe_dump(rules))
+        config["rule_files"] = [str(folder / "rules.yml")]
         config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         self.url = f"http://127.0.0.1:{port}/api/v1"
         command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+        self.client = httpx.Client(timeout=10)
         self.log = folder / "log"
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
@@ -45,7 +51,7 @@ class Prometheus:
             )
 
     def get(self, path: str, **query: str) -> Any:
-        answer = httpx.get(f"{self.url}/{path}", params=query, timeout=10).json()
+        answer = self.client.get(f"{self.url}/{path}", params=query).json()
         assert answer["status"] == "success", (answer, query)
         return answer["data"]
 
@@ -53,12 +59,29 @@ class Prometheus:
         """None: there is no such series yet."""
         try:
             result = self.get("query", query=expression)["result"]
-        except httpx.TransportError:
+        except (httpx.TransportError, json.JSONDecodeError):  # it doesn't listen yet, or says 503 in words
             return None
         assert len(result) <= 1, result
         return float(result[0]["value"][1]) if result else None
 
+    def expect(self, complete: Callable[..., httpx.Response]) -> None:
+        """What is asked of the server is what is stored."""
+        assert until(lambda: self.value('up{job="headrace"}') == 1, 60), self.log.read_text()
+        assert all(complete(logprobs=1).status_code == 200 for _ in range(NUM_REQUESTS))
+        assert complete(n=0).status_code == 400
+        refused = 'trtllm_request_error_total{http_code="400"}'  # the last thing asked: a scrape that has it has all
+        assert until(lambda: self.value(refused) == 1, 30), self.value(refused)
+        assert self.value("sum(trtllm_requests_total)") == NUM_REQUESTS
+        for name in ("requests_accepted_total", "time_to_first_token_seconds_count", "generation_perplexity_count"):
+            assert self.value(f"sum(trtllm_{name})") == NUM_REQUESTS, name
+        assert self.value("trtllm_engine_ready") == 1
+        assert_expressions_are_answered(self)
+        assert until(lambda: all_rules_are_well(self), 30), self.get("rules")
+        firing = [alert for alert in self.get("alerts")["alerts"] if alert["state"] == "firing"]
+        assert not firing, firing
+
     def end(self) -> None:
+        self.client.close()
         self.process.terminate()
         self.process.wait(20)
 
@@ -73,26 +96,29 @@ def server(checkpoint: Path, tmp_path: Path) -> Iterator[Several]:
         found.end()
 
 
-def test_it_stores_what_happened(server: Several, tmp_path: Path) -> None:
-    folder = tmp_path / "prometheus"
-    folder.mkdir()
-    prometheus = Prometheus(folder, server.url.removeprefix("http://"))
+@contextlib.contextmanager
+def prometheus(folder: Path, url: str) -> Iterator[Prometheus]:
+    (folder / "prometheus").mkdir()
+    found = Prometheus(folder / "prometheus", url.removeprefix("http://"))
     try:
-        assert until(lambda: prometheus.value('up{job="headrace"}') == 1, 60), prometheus.log.read_text()
-        assert all(server.complete(logprobs=1).status_code == 200 for _ in range(NUM_REQUESTS))
-        assert server.complete(n=0).status_code == 400
-        ended = "sum(trtllm_requests_total)"
-        assert until(lambda: prometheus.value(ended) == NUM_REQUESTS, 30), prometheus.value(ended)
-        for name in ("requests_accepted_total", "time_to_first_token_seconds_count", "generation_perplexity_count"):
-            assert prometheus.value(f"sum(trtllm_{name})") == NUM_REQUESTS, name
-        assert prometheus.value('trtllm_request_error_total{http_code="400"}') == 1
-        assert prometheus.value("trtllm_engine_ready") == 1
-        assert_expressions_are_answered(prometheus)
-        assert until(lambda: all_rules_are_well(prometheus), 30), prometheus.get("rules")
-        firing = [alert for alert in prometheus.get("alerts")["alerts"] if alert["state"] == "firing"]
-        assert not firing, firing
+        yield found
     finally:
-        prometheus.end()
+        found.end()
+
+
+@pytest.mark.slow
+def test_it_stores_what_happened(server: Several, tmp_path: Path) -> None:
+    """A real engine, and two server processes."""
+    with prometheus(tmp_path, server.url) as found:
+        found.expect(server.complete)
+
+
+def test_it_stores_what_happened_on_a_fake_engine(tmp_path: Path) -> None:
+    """The real server, loop and cache."""
+    runtime = LoopProcess(engine=SlowEngine(tokens_per_block=8), max_batch_size=4, kv_cache_config={"max_tokens": 640})
+    with running(tmp_path, runtime=runtime) as server, prometheus(tmp_path, server.url) as found:
+        url = f"{server.url}/v1/completions"
+        found.expect(lambda **body: httpx.post(url, json={"prompt": "ab", "max_tokens": 3, **body}, timeout=20))
 
 
 def assert_expressions_are_answered(prometheus: Prometheus) -> None:

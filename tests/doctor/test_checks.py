@@ -138,6 +138,27 @@ def test_backends_on_a_machine_without_a_gpu() -> None:
     assert by_name["backends.graphs"].startswith("none")
 
 
+def attention(facts: Facts, wanted: str) -> Finding:
+    findings = examine(facts, LlmArgs(model="m", attn_backend=wanted))
+    (mine,) = (finding for finding in findings if finding.check == "backends.attention")
+    return mine
+
+
+def test_attention_on_a_gpu() -> None:
+    facts = replace(FACTS, libraries={**FACTS.libraries, "flashinfer-python": "0.7.4"})
+    for wanted, begin in (("TRTLLM", "triton:"), ("AUTO", "triton:"), ("FLASHINFER", "flashinfer:")):
+        message = attention(facts, wanted).message
+        assert message.startswith(begin) and f"attn_backend: {wanted}" in message
+
+
+def test_flashinfer_that_is_not_there() -> None:
+    missing = attention(FACTS, "FLASHINFER")
+    assert missing.level == "problem" and "headrace[flashinfer]" in missing.remedy
+    without = replace(FACTS, gpus=(), driver=None, has_gpu_hardware=False, torch=TorchBuild("2.13.0+cpu"))
+    refused = attention(without, "FLASHINFER")
+    assert (refused.level, refused.remedy) == ("problem", "attn_backend: AUTO")
+
+
 def test_the_report_for_machines() -> None:
     report = as_dict(found(LlmArgs(model="m"), address=Address("localhost", 1, "taken")), model="m")
     assert not report["ok"] and report["counts"]["problem"] == 1

@@ -1,63 +1,24 @@
-"""Models that the documents name by their totals: configs that give them.
+"""Models that are known by their published totals: the configs of `hub/outlines` give them, and can be planned by name.
 
-The totals, the layers and how they mix, hidden sizes, experts and how many a token is sent to are the documents'
-(GLM-5.3, Kimi-K3, Qwen3.5, Qwen3.8, MiniMax-M3, gpt-oss-120b). What they leave out is that of the family's config class
-in transformers, or, marked `chosen`, a round number with which the total comes out: those are no published configs.
+The totals, the layers and how they mix, hidden sizes, experts and how many a token is sent to are published. What is
+not is that of the family's config class in transformers, or a round number with which the total comes out.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.hub.config_only import find_config
+from headrace.hub.outlines import find_outline, outline_names
 from headrace.hub.rank_share import CacheTypes, Ranks, rank_groups, weight_bytes
 from headrace.hub.read_shape import read_shape
-from headrace.hub.shape import ModelShape, Storage
+from headrace.hub.shape import ModelShape
 
-GLM_5 = {
-    "model_type": "glm_moe_dsa", "hidden_size": 6144, "intermediate_size": 12_288, "moe_intermediate_size": 2048,
-    "num_hidden_layers": 78, "num_attention_heads": 64, "n_routed_experts": 256, "n_shared_experts": 1,
-    "num_experts_per_tok": 8, "n_group": 1, "first_k_dense_replace": 3, "q_lora_rank": 2048, "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_topk": 2048, "index_head_dim": 128,
-    "index_n_heads": 32, "vocab_size": 154_880, "max_position_embeddings": 1_048_576,
-}  # fmt: skip
-QWEN_3_8 = {
-    "model_type": "qwen3_5_moe_text", "hidden_size": 8192, "num_hidden_layers": 92, "num_experts": 512,
-    "num_experts_per_tok": 10, "vocab_size": 248_320, "max_position_embeddings": 262_144, "head_dim": 256,
-    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-    # chosen
-    "num_attention_heads": 64, "num_key_value_heads": 4, "linear_num_value_heads": 128,
-    "moe_intermediate_size": 2048, "shared_expert_intermediate_size": 2048,
-}  # fmt: skip
-QWEN_3_5 = {
-    **QWEN_3_8, "hidden_size": 4096, "num_hidden_layers": 60,
-    # chosen
-    "num_attention_heads": 32, "num_key_value_heads": 2, "linear_num_value_heads": 64,
-    "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024,
-}  # fmt: skip
-MINIMAX_M3 = {
-    "model_type": "minimax_m3_vl_text", "hidden_size": 6144, "intermediate_size": 3072, "num_hidden_layers": 60,
-    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_local_experts": 128,
-    "num_experts_per_tok": 4, "dense_intermediate_size": 12_288, "shared_intermediate_size": 3072,
-    "index_n_heads": 4, "index_head_dim": 128, "vocab_size": 200_064, "max_position_embeddings": 1_048_576,
-    # chosen
-    "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
-    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
-}  # fmt: skip
-KIMI_K3 = {
-    "model_type": "kimi_linear", "num_hidden_layers": 93, "num_attention_heads": 96, "num_experts": 896,
-    "num_experts_per_token": 16, "num_shared_experts": 1, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 163_840, "max_position_embeddings": 1_048_576,
-    "layer_types": ["linear_attention" if layer % 4 else "full_attention" for layer in range(1, 94)],
-    "linear_head_dim": 128, "linear_conv_kernel_dim": 4, "num_expert_group": 1, "first_k_dense_replace": 1,
-    # chosen
-    "hidden_size": 7168, "intermediate_size": 18_432, "moe_intermediate_size": 1536, "linear_num_heads": 96,
-}  # fmt: skip
-GPT_OSS = {
-    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
-    "num_attention_heads": 64, "num_local_experts": 128, "num_experts_per_tok": 4, "vocab_size": 201_088,
-}  # fmt: skip
+GLM_5, QWEN_3_8, QWEN_3_5 = (find_config(name) for name in ("glm-5.3", "qwen3.8-2.4t-a95b", "qwen3.5-397b-a17b"))
+MINIMAX_M3, KIMI_K3, GPT_OSS = (find_config(name) for name in ("minimax-m3", "kimi-k3", "gpt-oss-120b"))
 BF16 = CacheTypes("bfloat16", "bfloat16", "bfloat16")
 
 
@@ -74,7 +35,7 @@ def active(shape: ModelShape, experts: int, chosen: int) -> float:
         (QWEN_3_8, 2.4e12, 95e9),
         (QWEN_3_5, 397e9, 17e9),
         (MINIMAX_M3, 427e9, 26e9),
-        (KIMI_K3, 2.8e12, None),  # said with two digits
+        (KIMI_K3, 2.78e12, 104e9),
         (GPT_OSS, 117e9, None),  # 5.1B without the embedding
     ],
     ids=["GLM-5.3", "Qwen3.8-2.4T-A95B", "Qwen3.5-397B-A17B", "MiniMax-M3", "Kimi-K3", "gpt-oss-120b"],
@@ -83,8 +44,10 @@ def test_totals(config: dict[str, Any], total: float, used: float | None) -> Non
     shape = read_shape(config)
     assert shape.is_known and shape.num_parameters == pytest.approx(total, rel=0.015)
     if used is not None:
-        experts = config.get("num_experts") or config["num_local_experts"]
-        assert active(shape, experts, config["num_experts_per_tok"]) == pytest.approx(used, rel=0.03)
+        text = config.get("text_config", config)
+        experts = text.get("num_experts") or text["num_local_experts"]
+        chosen = text.get("num_experts_per_tok") or text["num_experts_per_token"]
+        assert active(shape, experts, chosen) == pytest.approx(used, rel=0.03)
 
 
 def test_active_parameters_of_glm() -> None:
@@ -99,11 +62,11 @@ def test_active_parameters_of_gpt_oss() -> None:
 
 
 def test_experts_of_kimi_k3_over_eight_ranks() -> None:
-    """181 GB a rank, in MXFP4 with a scale for each 32."""
+    """181 GB a rank, in MXFP4 with a scale for each 32, as the checkpoint states it."""
     shape = read_shape(KIMI_K3)
-    storage = Storage("mxfp4", {"expert": 4.25})
+    assert shape.storage.bits == {"expert": 4.25}
     sizes = weight_bytes(
-        shape, shape.layers, Ranks(8, expert=8), plain="bfloat16", storage=storage, first=True, last=True
+        shape, shape.layers, Ranks(8, expert=8), plain="bfloat16", storage=shape.storage, first=True, last=True
     )
     assert sizes["expert"] == pytest.approx(181e9, rel=0.005)
 
@@ -119,12 +82,25 @@ def test_bytes_of_a_token() -> None:
     full, sparse = groups(MINIMAX_M3, tensor=4)
     assert full.bytes_per_token == 3 * 2 * 128 * 2 and sparse.bytes_per_token == 57 * (2 * 128 + 128) * 2
     states, latents = groups(KIMI_K3, tensor=8)
-    assert len(states.layers) == 70 and len(latents.layers) == 23
-    assert latents.bytes_per_token == 23 * (512 + 64) * 2
-    assert states.state_bytes == 70 * 12 * (128 * 128 + 3 * 128 * 3) * 2
+    assert len(states.layers) == 69 and len(latents.layers) == 24
+    assert latents.bytes_per_token == 24 * (512 + 64) * 2
+    assert states.state_bytes == 69 * 12 * (128 * 128 + 3 * 128 * 3) * 2
     window, full = groups(GPT_OSS)
     assert (len(window.layers), window.window, len(full.layers)) == (18, 128, 18)
     assert window.bytes_per_token == full.bytes_per_token == 18 * 2 * 8 * 64 * 2
     states, heads = groups(QWEN_3_8)
     assert (len(states.layers), len(heads.layers)) == (69, 23)
     assert heads.bytes_per_token == 23 * 2 * 4 * 256 * 2
+
+
+@pytest.mark.parametrize("name", outline_names())
+def test_every_outline_says_what_it_is(name: str) -> None:
+    outline = find_outline(name.upper())
+    assert outline is not None and outline.written_from.startswith("Written from the published")
+    assert read_shape(outline.config).is_known
+
+
+def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kimi-k3").mkdir()
+    assert find_outline("kimi-k3") is None

@@ -189,6 +189,7 @@ def test_every_type_with_rules_of_its_own_is_tried() -> None:
         "mistral3",
         "glm5_next",
         "kimi_k2",
+        "kimi_k3",
     }  # nested text configs, and DeepSeek's structure by name
 
 

@@ -14,7 +14,7 @@ import os, re, subprocess, tempfile
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from headrace.kernels import _triton_decode as decode, _triton_prefill as prefill
+from headrace.kernels import _triton_compressed as compressed, _triton_decode as decode, _triton_prefill as prefill
 from headrace.kernels.quantise import FP8
 
 TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
@@ -27,7 +27,7 @@ def build(kernel, types, constants, warps):
     constants = {name: value for name, value in constants.items() if name in names}
     types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     attributes = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names)
-                  if types[name].startswith("*") or (name.endswith("stride") and name != "table_stride")}
+                  if types[name].startswith("*") or (name.endswith("stride") and "table_stride" not in name)}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=types, constexprs=values, attrs=attributes)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
@@ -50,6 +50,11 @@ for q_type, kv_type, dtype, kv_dtype, compute in (
     tile, warps, stages = decode.tuned(512, kv_dtype, num_programs=1024)
     build(decode._decode_kernel, types, shared | dict(
         GROUP_BLOCK=8, TILE=tile, IS_SPLIT=True, MAX_PARTS=64, UNROLLED=8, STAGES=stages), warps)
+    types |= dict(keys=kv_type, entries=kv_type, chosen="*i64", sinks="*fp32", rows="*i64", positions="*i64",
+                  key_tables="*i32", entry_tables="*i32")
+    build(compressed._compressed_kernel, types, dict(
+        NUM_HEADS=64, HEADS=compressed.HEADS, DIM=512, DIM_BLOCK=512, BLOCK_SIZE=32, EVERY=4, WINDOW=128,
+        HAS_ENTRIES=True, IS_CHOSEN=True, HAS_SINKS=True, TILE=compressed.MAX_TILE_ELEMENTS // 512, COMPUTE=compute), 8)
 print("all compiled")
 """
 

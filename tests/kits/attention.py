@@ -197,6 +197,7 @@ def packed_step(
             0 if row in dropped else int(known[row, token // block_size]) * block_size + token % block_size
             for token in range(first, last)
         ]
+    num_context = max((place + 1 for place, (_, count) in enumerate(rows) if count != 1), default=0)
     return AttentionStep(
         block_size=block_size,
         query_starts=torch.tensor(starts, dtype=torch.int32),
@@ -206,7 +207,8 @@ def packed_step(
         write_slots=torch.tensor(slots, dtype=torch.int64),
         max_query=max(count for _, count in rows),
         max_kv=max(lens),
-        num_context_rows=max((place + 1 for place, (_, count) in enumerate(rows) if count != 1), default=0),
+        num_context_rows=num_context,
+        context_rows=tuple((count, done[row] + count) for row, count in rows[:num_context]),
     )
 
 

@@ -1,8 +1,6 @@
 """The contract of a model file: its logits and greedy tokens are those of transformers, whatever the schedule.
 
 A case is a tiny random checkpoint that transformers wrote, of the config in the model type's row of `tests.kits.tiny`.
-`Sequences` drives the runner as an engine would: packed rows, chunks, a block table with blocks in any order, blocks
-and states that a row takes over from another.
 """
 
 from __future__ import annotations
@@ -12,40 +10,47 @@ import functools
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.attention.port import AttentionBackend, AttentionStep
-from headrace.engine.backends import Backends
+from headrace.attention.port import AttentionBackend
 from headrace.engine.build import build_model
-from headrace.engine.groups import group_layers
-from headrace.engine.pools import KvPools
-from headrace.engine.runner import GroupStep, Runner
-from headrace.engine.states import States, state_specs
 from headrace.engine.weights import LoadReport, load_weights
 from headrace.hub.config import read_config
 from headrace.hub.source import ModelSource, resolve_model
 from headrace.layers.factory import LayerFactory
 from headrace.layers.parallel import ParallelContext
-from headrace.layers.port import Model, RecurrentLayer, StateStep
+from headrace.layers.port import Model, RecurrentLayer
 from headrace.quant.none import Dense
-from headrace.seam import ints
+from tests.kits.sequences import BLOCK_SIZE as BLOCK_SIZE
+from tests.kits.sequences import HOST, NUM_BLOCKS, Place
+from tests.kits.sequences import Row as Row
+from tests.kits.sequences import Sequences as Sequences
 from tests.kits.tiny import TINY as TINY
 from tests.kits.tiny import VOCAB_SIZE, tiny_model
 from tests.kits.tiny import WINDOW as WINDOW
 
-BLOCK_SIZE = 4
-NUM_SLOTS = 16
-NUM_BLOCKS = 64
 TOLERANCE = 1e-4
+OLDER: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "mamba2": {"n_groups": 1},
+    "minimax_m2": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}},
+}
+"""Values at which an older transformers, which a machine with a GPU may have, computes the same: it has the limit as a
+constant, norms over all groups, and does not read `rotary_dim`."""
 
 
-def save_tiny(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -> Any:
-    """Write a random float32 checkpoint; returns transformers' model of it.
+def is_older(version: str) -> bool:
+    """Whether this release of transformers is before the one that pyproject.toml asks for."""
+    return tuple(int(part) for part in version.split(".")[:2]) < (5, 24)
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """transformers' config of a row, under the type by which it computes it.
 
     Args:
         model_type: or another row of `tests.kits.tiny`.
@@ -53,16 +58,24 @@ def save_tiny(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -
     import transformers  # here, since it takes seconds and the ranks of a group don't need it
 
     row = tiny_model(model_type)
-    model_type = row.of or model_type
-    known = row.oracle or model_type
+    known = row.oracle or row.of or model_type
+    declared = transformers.AutoConfig.for_model(known).to_dict()
+    tiny = {key: value for key, value in TINY.items() if key in declared}
+    older = OLDER.get(known, {}) if is_older(transformers.__version__) else {}
+    wanted = copy.deepcopy({**tiny, **row.changes, **older, **changes})  # some write to lists that they get
+    return transformers.AutoConfig.for_model(known, **wanted)
+
+
+def save_tiny(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -> Any:
+    """Write a random float32 checkpoint; returns transformers' model of it. Args: as of `tiny_config`."""
+    import transformers
+
+    config = tiny_config(model_type, **changes)
+    known, model_type = config.model_type, tiny_model(model_type).of or model_type
     if known == "glm5_next_text":
         from tests.kits.causal import register
 
         register()
-    declared = transformers.AutoConfig.for_model(known).to_dict()
-    tiny = {key: value for key, value in TINY.items() if key in declared}
-    wanted = copy.deepcopy({**tiny, **row.changes, **changes})  # some write to lists that they get
-    config = transformers.AutoConfig.for_model(known, **wanted)
     torch.manual_seed(seed)
     oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
@@ -104,6 +117,10 @@ class Case:
     source: ModelSource
     model: Model
     report: LoadReport
+    place: Place = HOST
+
+    def sequences(self, **options: Any) -> Sequences:
+        return Sequences(self.model, place=self.place, **options)
 
     @functools.cached_property
     def window(self) -> int | None:
@@ -131,9 +148,9 @@ class Case:
         return out[0, prompt.shape[1] :].tolist()
 
 
-def load_case(source: ModelSource, oracle: Any, **options: Any) -> Case:
-    model, report = load_model(source, **options)
-    return Case(oracle, source, model, report)
+def load_case(source: ModelSource, oracle: Any, *, place: Place = HOST, **options: Any) -> Case:
+    model, report = load_model(source, device=place.device, **options)
+    return Case(oracle, source, model, report, place)
 
 
 def load_model(
@@ -143,141 +160,19 @@ def load_model(
     parallel: ParallelContext | None = None,
     max_len: int | None = None,
     impl: str = "auto",
+    device: str = "cpu",
 ) -> tuple[Model, LoadReport]:
     dense = Dense()
-    factory = LayerFactory(dtype=dtype, recipe=lambda name: dense, parallel=parallel, max_len=max_len)
+    factory = LayerFactory(dtype=dtype, recipe=lambda name: dense, parallel=parallel, max_len=max_len, device=device)
     model = build_model(read_config(source), factory, impl=impl)
     return model, load_weights(model, source, progress=False)
 
 
-def make_case(folder: Path, model_type: str, *, max_len: int | None = None, **changes: Any) -> Case:
+def make_case(
+    folder: Path, model_type: str, *, max_len: int | None = None, place: Place = HOST, **changes: Any
+) -> Case:
     oracle = save_tiny(folder, model_type, **changes)
-    return load_case(resolve_model(str(folder)), oracle, max_len=max_len)
-
-
-@dataclass
-class Row:
-    """One sequence: what is in the cache, and where."""
-
-    blocks: list[int] = field(default_factory=list)
-    num_cached: int = 0
-    slot: int | None = None
-    """Of its recurrent states, from its first step on."""
-    snapshots: dict[int, int] = field(default_factory=dict)
-    """Of a snapshot: by recurrent group, the block."""
-
-
-class Sequences:
-    """Sequences over one runner. Blocks are dealt in random order, and never dealt twice."""
-
-    def __init__(
-        self,
-        model: Model,
-        *,
-        block_size: int = BLOCK_SIZE,
-        num_blocks: int = NUM_BLOCKS,
-        dtype: torch.dtype = torch.float32,
-        backend: AttentionBackend | None = None,
-    ) -> None:
-        backends = Backends(chosen=[backend] if backend else [])
-        self.block_size = block_size
-        self.groups = group_layers(model.layers, dtype)
-        self.pools = KvPools(self.groups, [num_blocks] * len(self.groups), block_size=block_size, backends=backends)
-        self.states = States(self.groups, state_specs(model.layers), num_slots=NUM_SLOTS)
-        self.num_slots = 0
-        self.runner = Runner(model, backends, self.pools, states=self.states.layers)
-        self.free = list(range(1, num_blocks))
-        random.Random(0).shuffle(self.free)
-
-    def fork(self, row: Row) -> Row:
-        """A row that begins where this one is: a prefix hit of its full blocks and of a snapshot of its states."""
-        assert row.num_cached % self.block_size == 0, "only full blocks are shared"
-        other = Row(list(row.blocks), row.num_cached, self._new_slot())
-        for tensors in self.states.layers.values():
-            for tensor in tensors:
-                tensor[other.slot] = tensor[row.slot]
-        return other
-
-    def save(self, row: Row) -> Row:
-        """A snapshot of a row: its full blocks, and its states in a block of each recurrent group. It takes no step."""
-        assert row.num_cached % self.block_size == 0 and row.slot is not None
-        saved = Row(list(row.blocks), row.num_cached)
-        for group in [at for at, spec in enumerate(self.groups) if spec.is_recurrent]:
-            saved.snapshots[group] = self.free.pop()
-            self.states.save(ints([[group, row.slot, saved.snapshots[group]]]), self.pools.arenas)
-        return saved
-
-    def resume(self, saved: Row) -> Row:
-        """A row that begins at a snapshot."""
-        row = Row(list(saved.blocks), saved.num_cached, self._new_slot())
-        for group, block in saved.snapshots.items():
-            self.states.restore(ints([[group, block, row.slot]]), self.pools.arenas)
-        return row
-
-    def _new_slot(self) -> int:
-        self.num_slots += 1
-        assert self.num_slots <= NUM_SLOTS
-        return self.num_slots - 1
-
-    def step(self, chunks: Sequence[tuple[Row, Sequence[int]]], *, keep: int | None = None) -> list[Tensor]:
-        """Compute chunks of rows in one step. -> by row, logits of its last `keep` tokens (or all): [tokens, vocab]"""
-        for row, ids in chunks:
-            if row.slot is None:
-                row.slot = self._new_slot()
-            while len(row.blocks) * self.block_size < row.num_cached + len(ids):
-                row.blocks.append(self.free.pop())
-        ends = torch.tensor([len(ids) for _, ids in chunks]).cumsum(0).tolist()
-        lengths = [len(ids) if keep is None else min(keep, len(ids)) for _, ids in chunks]
-        rows = torch.cat([torch.arange(end - length, end) for end, length in zip(ends, lengths)])
-        ids = torch.tensor([token for _, ids in chunks for token in ids])
-        groups: list[GroupStep] = [
-            self._state_step(chunks) if group.is_recurrent else self._attention_step(chunks) for group in self.groups
-        ]
-        hidden = self.runner.forward(ids, groups, rows=rows)
-        for row, chunk in chunks:
-            row.num_cached += len(chunk)
-        return list(self.runner.logits(hidden).split(lengths))
-
-    def _state_step(self, chunks: Sequence[tuple[Row, Sequence[int]]]) -> StateStep:
-        positions = [row.num_cached + i for row, ids in chunks for i in range(len(ids))]
-        starts = torch.tensor([0] + [len(ids) for _, ids in chunks]).cumsum(0).int()
-        num_context = _num_context_rows(chunks)
-        return StateStep(
-            slots=torch.tensor([row.slot for row, _ in chunks]),
-            query_starts=starts,
-            positions=torch.tensor(positions),
-            max_query=max(len(ids) for _, ids in chunks),
-            num_context_rows=num_context,
-            context_starts=tuple(starts[: num_context + 1].tolist()),
-        )
-
-    def _attention_step(self, chunks: Sequence[tuple[Row, Sequence[int]]]) -> AttentionStep:
-        positions = [row.num_cached + i for row, ids in chunks for i in range(len(ids))]
-        rows = [row for row, ids in chunks for _ in ids]
-        slots = [
-            row.blocks[at // self.block_size] * self.block_size + at % self.block_size
-            for row, at in zip(rows, positions)
-        ]
-        starts = torch.tensor([0] + [len(ids) for _, ids in chunks]).cumsum(0)
-        kv_lens = [row.num_cached + len(ids) for row, ids in chunks]
-        tables = torch.zeros(len(chunks), max(len(row.blocks) for row, _ in chunks), dtype=torch.int32)
-        for table, (row, _) in zip(tables, chunks):
-            table[: len(row.blocks)] = torch.tensor(row.blocks, dtype=torch.int32)
-        return AttentionStep(
-            block_size=self.block_size,
-            query_starts=starts.int(),
-            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
-            positions=torch.tensor(positions),
-            block_tables=tables,
-            write_slots=torch.tensor(slots),
-            max_query=max(len(ids) for _, ids in chunks),
-            max_kv=max(kv_lens),
-            num_context_rows=_num_context_rows(chunks),
-        )
-
-
-def _num_context_rows(chunks: Sequence[tuple[Row, Sequence[int]]]) -> int:
-    return max((place + 1 for place, (_, ids) in enumerate(chunks) if len(ids) != 1), default=0)
+    return load_case(resolve_model(str(folder)), oracle, max_len=max_len, place=place)
 
 
 def prompt(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
@@ -295,7 +190,7 @@ def edge_lengths(case: Case) -> list[int]:
 def check_prefill(case: Case) -> None:
     for length in edge_lengths(case):
         ids = prompt(length)
-        (logits,) = Sequences(case.model).step([(Row(), ids)])
+        (logits,) = case.sequences().step([(Row(), ids)])
         assert_close(logits, case.logits(ids), f"prompt of {length} tokens")
 
 
@@ -303,7 +198,7 @@ def check_chunks(case: Case) -> None:
     ids = prompt(max(edge_lengths(case)))
     expected = case.logits(ids)
     for size in (1, 3, BLOCK_SIZE, BLOCK_SIZE + 1):
-        sequences, row = Sequences(case.model), Row()
+        sequences, row = case.sequences(), Row()
         parts = [sequences.step([(row, ids[at : at + size])])[0] for at in range(0, len(ids), size)]
         assert_close(torch.cat(parts), expected, f"chunks of {size} tokens")
 
@@ -311,7 +206,8 @@ def check_chunks(case: Case) -> None:
 def check_decode(case: Case, *, num_tokens: int = 24) -> None:
     for length in (1, BLOCK_SIZE, 2 * BLOCK_SIZE + 3):
         ids = prompt(length, seed=1)
-        assert greedy(case.model, ids, num_tokens) == case.greedy(ids, num_tokens), f"prompt of {length} tokens"
+        got = greedy(case.model, ids, num_tokens, place=case.place)
+        assert got == case.greedy(ids, num_tokens), f"prompt of {length} tokens"
 
 
 def check_mixed_batch(case: Case, *, backend: AttentionBackend | None = None) -> None:
@@ -319,7 +215,7 @@ def check_mixed_batch(case: Case, *, backend: AttentionBackend | None = None) ->
     longest = max(edge_lengths(case))
     texts = [prompt(length, seed=2) for length in (longest, 7, 2 * BLOCK_SIZE, longest - 1, 3)]
     cuts = [[longest - 4, 1, 3], [5, 1, 1], [BLOCK_SIZE, 1, BLOCK_SIZE - 1], [1, longest - 3, 1], [1, 1, 1]]
-    sequences, rows = Sequences(case.model, num_blocks=2 * NUM_BLOCKS, backend=backend), [Row() for _ in texts]
+    sequences, rows = case.sequences(num_blocks=2 * NUM_BLOCKS, backend=backend), [Row() for _ in texts]
     got: list[list[Tensor]] = [[] for _ in texts]
     for turn in range(3):
         chunks = [(row, ids[row.num_cached : row.num_cached + cut[turn]]) for row, ids, cut in zip(rows, texts, cuts)]
@@ -333,7 +229,7 @@ def check_prefix_hit(case: Case) -> None:
     """A row begins on what another has computed; both go on, in one step and then token by token."""
     shared = prompt(-(-max(edge_lengths(case)) // BLOCK_SIZE) * BLOCK_SIZE, seed=4)
     texts = [shared + prompt(length, seed=5) for length in (BLOCK_SIZE + 1, 3)]
-    sequences, first = Sequences(case.model), Row()
+    sequences, first = case.sequences(), Row()
     sequences.step([(first, shared)])
     rows = [first, sequences.fork(first)]
     got = [[logits] for logits in sequences.step([(row, ids[len(shared) : -1]) for row, ids in zip(rows, texts)])]
@@ -348,7 +244,7 @@ def check_snapshots(case: Case) -> None:
     interval = 2 * BLOCK_SIZE
     ids = prompt(3 * interval + BLOCK_SIZE, seed=6)
     expected = case.logits(ids)
-    sequences, first = Sequences(case.model), Row()
+    sequences, first = case.sequences(), Row()
     saved: list[Row] = []
     for at in range(0, len(ids), interval):
         sequences.step([(first, ids[at : at + interval])])
@@ -392,8 +288,8 @@ def greedy(model: Model, ids: Sequence[int], num_tokens: int, **options: Any) ->
     return tokens
 
 
-def assert_close(got: Tensor, expected: Tensor, what: str, *, tolerance: float = TOLERANCE) -> None:
+def assert_close(got: Tensor, expected: Tensor, what: str, *, tolerance: float | None = None) -> None:
     assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
     assert got.dtype == torch.float32, f"{what}: logits are {got.dtype}"
     worst = float((got - expected).abs().max())
-    assert worst < tolerance, f"{what}: logits differ by {worst:.2e} from transformers"
+    assert worst < (tolerance or TOLERANCE), f"{what}: logits differ by {worst:.2e} from transformers"

@@ -80,6 +80,17 @@ def test_plain_weights_are_quantised_on_demand() -> None:
     assert isinstance(recipes(DOWN), Fp8OnLoad) and isinstance(recipes("head"), Dense)
 
 
+def test_on_load_the_first_and_the_last_layer_stay_plain() -> None:
+    recipes = read_recipes({}, force_dynamic=True, num_layers=12)
+    parts = ("attention.qkv", "mlp.gate_up", "mixer.in")
+    plain = {layer for layer in range(12) for part in parts if recipes(f"layers.{layer}.{part}") is recipes.plain}
+    assert plain == {0, 11}
+    assert recipes.of_experts("layers.11.mlp.experts.down") is recipes.plain
+    assert recipes.of_experts("layers.1.mlp.experts.down") is recipes.quantised
+    few = read_recipes({}, force_dynamic=True, num_layers=4)
+    assert few("layers.0.mlp.down") is few.quantised
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

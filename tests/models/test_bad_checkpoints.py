@@ -13,9 +13,12 @@ from transformers import CONFIG_MAPPING
 
 from headrace import plugins
 from headrace.engine.build import build_model
+from headrace.engine.weights import load_weights
 from headrace.hub.config import read_config
 from headrace.hub.source import resolve_model
+from headrace.layers.experts import ExpertsSetup
 from headrace.layers.factory import LayerFactory
+from headrace.layers.recipes import read_recipes
 from headrace.quant.none import Dense
 from tests.kits.model import load_model, save_tiny
 from tests.kits.tiny import ROWS, tiny_model
@@ -66,13 +69,28 @@ def test_sizes_that_contradict_the_tensors(folder: Path, tmp_path: Path) -> None
     assert "of a wrong shape: " in said and "embed" in said
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "kv_lora_rank", "moe_intermediate_size"])
+SIZES = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "kv_lora_rank",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SIZES)
 def test_other_sizes_that_contradict_the_tensors(folder: Path, tmp_path: Path, key: str) -> None:
     config = stated(folder)
     if not isinstance(config.get(key), int):
         pytest.skip("the config has no such size")
+    if is_unread(config, key):
+        pytest.skip("no tensor of this config has that size")
     said = refusal(folder, tmp_path, config | {key: 2 * config[key]})
     assert "of a wrong shape: " in said or key in said, said
+
+
+def is_unread(config: Mapping[str, Any], key: str) -> bool:
+    """Latent attention has other sizes of heads; all of Qwen3-Next's layers have experts here."""
+    if key == "intermediate_size":
+        return config["model_type"] == "qwen3_next"
+    return key in ("num_key_value_heads", "head_dim") and "kv_lora_rank" in config
 
 
 def test_more_layers_than_the_checkpoint_has(folder: Path, tmp_path: Path) -> None:
@@ -114,6 +132,44 @@ def test_experts_that_a_recipe_can_not_store(folder: Path) -> None:
     factory = LayerFactory(dtype=torch.float32, recipe=lambda _: odd)
     with pytest.raises(ValueError, match="experts can't be stored as Odd: use an unquantised checkpoint"):
         build_model(config, factory)
+
+
+UNSERVED = [
+    {"quant_method": "awq", "bits": 4},
+    {"quant_method": "gptq", "bits": 4},
+    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    {"quant_method": "fp8", "weight_block_size": [64, 64]},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+]
+
+
+@pytest.mark.parametrize("stated", UNSERVED, ids=lambda stated: stated["quant_method"])
+def test_quantisations_that_are_not_served(stated: dict[str, Any]) -> None:
+    """Before any model is built, so whatever it is."""
+    with pytest.raises(ValueError, match="quantization_config: .* not served") as raised:
+        read_recipes({"quantization_config": stated}, hf_quant_config=None, force_dynamic=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_quantisations_that_a_layer_does_not_take(folder: Path, tmp_path: Path) -> None:
+    """Experts in MXFP4 where the file has no names for them; FP8 that the tensors aren't in."""
+    config = read_config(resolve_model(str(folder)))
+    for quantised, wanted in (
+        ({"quant_method": "mxfp4"}, r"gate_up in MXFP4 is not served for|tensors missing: .*blocks"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "tensors missing: .*scale"),
+    ):
+        if quantised["quant_method"] == "mxfp4" and not has_experts(config):
+            continue
+        recipes = read_recipes({"quantization_config": quantised}, hf_quant_config=None, force_dynamic=False)
+        experts = ExpertsSetup(recipes.of_experts)
+        factory = LayerFactory(dtype=torch.float32, recipe=recipes, experts=experts, plain=recipes.plain)
+        with pytest.raises(ValueError, match=wanted) as raised:
+            load_weights(build_model(config, factory), resolve_model(str(folder)), progress=False)
+        assert "\n" not in str(raised.value)
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    return build_model(config, plain_factory()).has_experts and any(config.get(key) for key in EXPERT_KEYS)
 
 
 def plain_factory() -> LayerFactory:

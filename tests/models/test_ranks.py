@@ -14,6 +14,7 @@ import torch
 from headrace.layers.parallel import ParallelContext
 from tests.kits.model import save_tiny
 from tests.kits.rank import run
+from tests.kits.tiny_kimi_k3 import save_kimi_k3
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 180
@@ -38,14 +39,17 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4_text small": {},
     "gemma4_text experts": {},
 }
-TOLERANCES = {"gemma4_text small": 6e-5, "gemma4_text experts": 6e-5}
-"""Their layers' inputs are normed to larger scores (the scale is 1), which spreads what the sum over ranks rounds."""
+TOLERANCES = {"gemma4_text small": 6e-5, "gemma4_text experts": 6e-5, "kimi_k3": 6e-5}
+"""Their layers' inputs are normed to larger scores (the scale is 1), or small sums are normed (of Kimi-K3), which
+spreads what the sum over ranks rounds."""
 KV_HEADS = {2: {"llama": [2, 1], "qwen2": [2, 1]}}
 """Of a model that isn't here each rank has one."""
 
 
 HYBRIDS = ("qwen3_next", "kimi_linear", "nemotron_h", "granitemoehybrid", "glm5_next_text", "falcon_h1")
 """Their recurrent heads come in two groups; Granite's in one, which ranks share."""
+KIMI_K3 = "kimi_k3"
+"""Of no transformers: its checkpoint has another writer."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for model_type, changes in [*CASES.items(), *((name, {}) for name in HYBRIDS)]:
         made.append(tmp_path_factory.mktemp(model_type))
         save_tiny(made[-1], model_type, **changes)
+    made.append(tmp_path_factory.mktemp(KIMI_K3))
+    save_kimi_k3(made[-1])
     return made
 
 
@@ -85,7 +91,7 @@ def run_ranks(folders: list[Path], size: int, tmp_path: Path) -> list[list[dict[
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_equal_one_rank(folders: list[Path], size: int, tmp_path: Path) -> None:
-    names = [*CASES, *HYBRIDS] if size == 2 else list(CASES)
+    names = [*CASES, *HYBRIDS, KIMI_K3] if size == 2 else list(CASES)
     ranks = run_ranks(folders[: len(names)], size, tmp_path)
     for index, model_type in enumerate(names):
         alone = run(folders[index], ParallelContext())
@@ -97,5 +103,5 @@ def test_ranks_equal_one_rank(folders: list[Path], size: int, tmp_path: Path) ->
             assert torch.equal(result["logits"], results[0]["logits"]), "ranks sample from the same logits"
             assert result["weight_bytes"] < alone["weight_bytes"]
         if size in KV_HEADS:
-            expected = [0, 0] if model_type in HYBRIDS else KV_HEADS[size].get(model_type, [1, 1])
+            expected = [0, 0] if model_type in (*HYBRIDS, KIMI_K3) else KV_HEADS[size].get(model_type, [1, 1])
             assert [result["num_kv_heads"] for result in results] == expected, "those of the first group"

@@ -23,9 +23,11 @@ from tests.twin.harness import open_runtime, request, run, tokens_of
 HOSTED: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": WINDOW},
     "gpt_neox": {},
+    "opt": {"ffn_dim": 44, "word_embed_proj_dim": 24},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 128, "vocab_size": 101},
 }
-"""Windows, layer norms and biases; a fused projection and parallel residuals; learned positions."""
+"""Windows, layer norms and biases; a fused projection and parallel residuals; a head that asks a part of the body, and
+embeddings of another width; learned positions."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,11 @@ def test_what_can_be_served() -> None:
             "stablelm",
             {"hidden_size": 32, "num_hidden_layers": 1},
             "stablelm can't be run .* takes no attention function",
+        ),
+        (
+            "falcon",
+            {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
+            "falcon can't be run .* takes no attention function",
         ),
         ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 1}, "mpt can't be run"),
     ],

@@ -101,7 +101,12 @@ class TestMetrics:
         monkeypatch.setattr(operation_routes, "SCRAPE_TIMEOUT_S", 0.1)
         ready = threading.Event()
         with running(folder, ready_after=ready, wait=False) as server:
-            assert value(scrape(server), "engine_ready") == 0
+            assert httpx.get(f"{server.url}/health/ready").status_code == 503
+            assert httpx.get(f"{server.url}/nowhere").status_code == 404
+            series = scrape(server)
+            assert value(series, "engine_ready") == 0
+            assert value(series, "request_error_total", http_code="503") == 0, "a probe is no request that failed"
+            assert value(series, "request_error_total", http_code="404") == 1
             ready.set()
             assert until(lambda: server.service.state == "ready")
             assert value(scrape(server), "steps_total") == 0

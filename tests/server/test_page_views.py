@@ -90,6 +90,22 @@ class TestLive:
                 label = page.run("document.querySelector('.plot').getAttribute('aria-label')")
                 assert label.startswith("Tokens per second, the last 120 seconds; now Output ")
 
+    def test_counts_have_no_halves(self, browser: Browser, quiet: Server) -> None:
+        """Where the most is 5, the axis ends at 10: it has a tick at its middle."""
+        with opened(browser, quiet.url) as page:
+            is_ready(page)
+            script = """(async () => {
+              const { Chart } = await import("/page/chart.js");
+              const series = [{name: "a", line: 1}];
+              const chart = new Chart({title: "t", note: "", series, format: String, whole: true});
+              chart.element.style.width = "400px";
+              document.body.append(chart.element);
+              chart.show([[[-1, 5]]], "");
+              await new Promise((done) => setTimeout(done, 200));
+              return [...chart.element.querySelectorAll(".tick[text-anchor=end]")].map((one) => one.textContent);
+            })()"""
+            assert page.run(script)[:3] == ["0", "5", "10"]
+
     def test_no_scrape_while_nobody_looks(self, browser: Browser, quiet: Server) -> None:
         with opened(browser, quiet.url) as page:
             is_ready(page)

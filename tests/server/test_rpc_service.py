@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import re
 import subprocess
 import sys
 import time
@@ -80,8 +81,10 @@ class TestEnds:
         assert client.call("Abort", abort(request_id="long")).success
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
-        assert caught.value.code() is Code.CANCELLED
+        assert caught.value.code() is Code.CANCELLED and "request_id" in str(caught.value.details())
         assert until(server.is_empty)
+        text = server.service.meter.metrics.render(None, {}, {}).decode()
+        assert 'reason="requested"} 1.0' in text
 
     @pytest.mark.parametrize("streaming", [False, True])
     def test_a_fault(self, folder: Path, streaming: bool) -> None:
@@ -131,7 +134,9 @@ class TestEnds:
         found = {name: total_of(text, name) for name in ("requests_accepted", "requests", "request_abort")}
         taken = len(ways) - ways.count("refused")
         assert found["requests_accepted"] == found["requests"] == taken
-        assert found["request_abort"] == taken - ways.count("whole")
+        late = re.findall(r'finish_reason="timeout".*} (\d+)\.0', text)
+        assert found["request_abort"] + int(late[0]) == taken - ways.count("whole")
+        assert int(late[0]) > 0 and found["request_abort"] >= ways.count("cancel")
         assert total_of(text, "request_error") == ways.count("refused")
 
     def test_a_client_that_takes_nothing_is_given_up(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,8 @@ def test_a_collector_that_is_gone_holds_nothing_up(folder: Path) -> None:
     [
         ("ftp://host", "grpc", "no address"),
         ("http://", "grpc", "no address"),
+        ("nonsense", "grpc", "has no port"),
+        ("http://collector", "grpc", "has no port"),
         ("host:4318", "http/protobuf", "no URL"),
         ("http://host:4318", "carrier-pigeon", "is not known"),
     ],

@@ -16,6 +16,7 @@ from headrace.kernels.latent_attention import latent_write
 from headrace.kernels.pool_windows import PoolSpec, closing_tokens, entry_slots, pool_windows
 from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise_twin
 from headrace.kernels.rope import turn_last
+from headrace.seam import DUMMY_BLOCK
 
 __all__ = ["CompressedTorch"]
 
@@ -74,15 +75,15 @@ class CompressedTorch(BlockLayout):
     ) -> None:
         """Write what entries are made of, and the entries that are complete with this step's tokens."""
         assert spec.pool is not None and packed.entry_cos is not None and packed.entry_sin is not None
-        tokens = closing_tokens(loose_step.positions, spec.pool.every)
-        rope = (packed.entry_cos[tokens], packed.entry_sin[tokens])
+        closing = closing_tokens(loose_step.positions, spec.pool.every, num_rows=loose_step.kv_lens.shape[0])
+        rope = (packed.entry_cos[closing[0]], packed.entry_sin[closing[0]])
         parts = [(packed.loose, cache.values, cache.gates, cache.entries, spec.pool)]
         if spec.index is not None:
             index = (packed.index_loose, cache.index_values, cache.index_gates, cache.index_entries, spec.index.pool)
             parts.append(index)
         for loose, values, gates, entries, pool in parts:
             assert loose is not None and values is not None and gates is not None and entries is not None
-            add_entries(loose, values, gates, entries, loose_step, entry_step, tokens=tokens, pool=pool, rope=rope)
+            add_entries(loose, values, gates, entries, loose_step, entry_step, closing=closing, pool=pool, rope=rope)
 
 
 def add_entries(
@@ -93,7 +94,7 @@ def add_entries(
     loose_step: AttentionStep,
     entry_step: AttentionStep,
     *,
-    tokens: Tensor,
+    closing: tuple[Tensor, Tensor],
     pool: PoolSpec,
     rope: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -101,17 +102,16 @@ def add_entries(
 
     Args:
         values, gates, entries: paged.
-        tokens: that complete a window.
+        closing: as of `closing_tokens`. Those that complete none write to the dummy block.
         rope: cos and sin of each entry.
     """
     latent_write(loose.values, values, loose_step.write_slots)
     latent_write(loose.gates, gates, loose_step.write_slots)
-    if not len(tokens):
-        return
+    tokens, is_one = closing
     made = pool_windows(values, gates, loose_step, tokens, bias=loose.bias, spec=pool)
     if loose.norm is not None:
         made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + loose.eps) * loose.norm.float()
     if rope is not None:
         made = turn_last(made[:, None], *rope)[:, 0]
     blocks, inside = entry_slots(entry_step, tokens, every=pool.every, entries=entries.shape[1])
-    latent_write(made, entries, blocks * entries.shape[1] + inside)
+    latent_write(made, entries, (blocks * entries.shape[1] + inside).masked_fill(~is_one, DUMMY_BLOCK))

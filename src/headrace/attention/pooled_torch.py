@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from headrace.attention._compressed import PoolProjected
+from headrace.attention._compressed import EntryIndexSpec, EntryQuery, PoolProjected
 from headrace.attention._latent import LatentCache, LatentProjected
 from headrace.attention._layout import BlockLayout
 from headrace.attention._pooled import PooledCache, PooledSpec
@@ -29,7 +29,8 @@ class PooledTorch(BlockLayout):
     kind: ClassVar[str] = "pooled"
 
     def __init__(self) -> None:
-        self._latent = LatentCpu()
+        self._latent: Any = LatentCpu()
+        """A backend of latent attention."""
 
     def bind(self, regions: Mapping[str, Tensor]) -> PooledCache:
         """[blocks, entries of a block, features] each."""
@@ -54,15 +55,19 @@ class PooledTorch(BlockLayout):
         assert isinstance(index, PoolProjected) and packed.choice is not None
         add_entries(
             index.loose, cache.index_values, cache.index_gates, cache.index_entries, loose_step, entry_step,
-            tokens=closing_tokens(loose_step.positions, pool.every), pool=pool,
+            closing=closing_tokens(loose_step.positions, pool.every, num_rows=loose_step.kv_lens.shape[0]), pool=pool,
         )  # fmt: skip
-        pools = entry_choice(
-            index.query.q, index.query.weights, cache.index_entries, entry_step,
-            every=pool.every, top=spec.index.top, scale=pool.dim**-0.5,
-        )  # fmt: skip
+        pools = self._choose(index.query, cache.index_entries, entry_step, spec.index)
         packed.choice.positions = tokens_of(pools, latent_step.positions, every=pool.every)
         return self._latent.run(
             replace(packed, index=None), cache=cache.latent, step=latent_step, spec=spec.latent, form=form
+        )
+
+    def _choose(self, query: EntryQuery, entries: Tensor, step: AttentionStep, index: EntryIndexSpec) -> Tensor:
+        """[tokens, top] int64, -1 where there are fewer"""
+        pool = index.pool
+        return entry_choice(
+            query.q, query.weights, entries, step, every=pool.every, top=index.top, scale=pool.dim**-0.5
         )
 
 

@@ -112,6 +112,9 @@ class AttentionStep:
     """Host-side upper bounds of the row lengths."""
     num_context_rows: int
     """The first rows, which may have any number of tokens. Each of the others has exactly one."""
+    context_rows: tuple[tuple[int, int], ...] | None = None
+    """(tokens, length in the cache once they are written) of each context row, on the host, for kernels that are
+    scheduled there. None where only the device knows: in a step that becomes a graph."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """The backend's own metadata, filled by `plan`."""
 

@@ -77,7 +77,8 @@ def _latencies(axes: Any, report: Report) -> None:
         if spread is not None and spread.max > 0:
             axes.plot([value * 1000 for value in spread.curve], SHARES, label=name.removesuffix("_s").upper())
     axes.set(xscale="log", xlabel="milliseconds", ylabel="share of requests", title="Latencies", ylim=(0, 1.02))
-    axes.legend(frameon=False)
+    if axes.lines:  # none where every request failed
+        axes.legend(frameon=False)
 
 
 def _bars(axes: Any, report: Report) -> None:

@@ -33,6 +33,8 @@ class Record:
     """By request, the message that ended it."""
     num_steps: int | None
     """None: unknown."""
+    num_prompt: Indexes | None = None  # [requests]
+    """Prompt tokens as a server counts them, with its template. None: those of the tasks."""
 
     @staticmethod
     def of(
@@ -83,8 +85,12 @@ class Record:
         return np.bincount(self.request, minlength=len(self.tasks))
 
     @property
-    def num_input(self) -> Indexes:  # [requests]
-        return np.array([len(task.prompt) for task in self.tasks], np.int64)
+    def num_input(self) -> Indexes:
+        """Prompt tokens that were worked on: none of a request that failed without a token."""  # [requests]
+        given = self.num_prompt
+        if given is None:
+            given = np.array([len(task.prompt) for task in self.tasks], np.int64)
+        return np.where(self.is_failed & (self.num_output == 0), 0, given)
 
     @cached_property
     def is_failed(self) -> NDArray[np.bool_]:
@@ -127,8 +133,14 @@ class Record:
         gaps = np.diff(self.time_s)[np.diff(self.request) == 0]
         return gaps[gaps > 0]
 
-    def e2e_s(self) -> Floats:  # [requests]
+    @property
+    def held_s(self) -> Floats:
+        """From handing over to the end, well or not."""  # [requests]
         return self.end_s - self.start_s
+
+    def e2e_s(self) -> Floats:
+        """The same; NaN for a request that failed: how soon is nothing to be proud of."""  # [requests]
+        return np.where(self.is_failed, np.nan, self.held_s)
 
     def queue_s(self) -> Floats:
         """From handing over to the first step that had work for it; NaN where there was none."""  # [requests]

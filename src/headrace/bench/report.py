@@ -175,7 +175,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_hit_rate(self) -> float:
-        return self.cached_tokens / self.input_tokens
+        return self.cached_tokens / self.input_tokens if self.input_tokens else 0.0
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,7 +269,7 @@ def make_point(record: Record, load: Load, *, num_gpus: int = 1, slo: Slo | None
         output_tokens_per_s_per_gpu=num_output / duration_s / num_gpus,
         output_tokens_per_s_per_user=float(users.mean()) if len(users) else None,
         decode_tokens_per_s_per_user=float(speeds.mean()) if len(speeds) else None,
-        mean_concurrency=float(record.e2e_s().sum()) / duration_s,
+        mean_concurrency=float(record.held_s.sum()) / duration_s,
     )
     latency = {name: Spread.of(getattr(record, name)()) for name in LATENCIES}
     return Point(load=load, result=result, latency=latency, goodput=None if slo is None else _goodput(record, slo))
@@ -312,12 +312,12 @@ def request_rows(record: Record) -> list[dict[str, Any]]:
     """The figures of each request, in the order of the workload."""
     figures = {name: getattr(record, name)().tolist() for name in PER_REQUEST}
     start_s = (record.start_s - record.start_s.min()).tolist()
-    num_output = record.num_output.tolist()
+    num_input, num_output = record.num_input.tolist(), record.num_output.tolist()
     return [
         {
             "task_id": task.task_id,
             "start_s": start_s[number],
-            "input_tokens": len(task.prompt),
+            "input_tokens": num_input[number],
             "cached_tokens": end.cached_tokens,
             "output_tokens": num_output[number],
             "finish": end.finish,

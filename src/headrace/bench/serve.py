@@ -36,6 +36,8 @@ class Answer:
     """When each piece came that had text or a token."""
     num_tokens: int | None = None
     """As the server's usage says: a piece may have several tokens, or none of its own."""
+    num_prompt: int | None = None
+    """As the usage says."""
     num_cached: int = 0
     finish: FinishReason | None = None
     end_s: float = 0.0
@@ -62,6 +64,7 @@ class Answer:
 
     def _take_usage(self, usage: dict[str, Any]) -> None:
         self.num_tokens = usage.get("completion_tokens", self.num_tokens)
+        self.num_prompt = usage.get("prompt_tokens", self.num_prompt)
         self.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def token_times_s(self) -> list[float]:
@@ -196,4 +199,8 @@ def as_record(tasks: Sequence[Task], start_s: Sequence[float], answers: Sequence
             for number, answer in enumerate(answers)
         ],
         num_steps=None,
+        num_prompt=np.array(
+            [len(task.prompt) if each.num_prompt is None else each.num_prompt for task, each in zip(tasks, answers)],
+            np.int64,
+        ),
     )

@@ -153,8 +153,10 @@ def _input_ids(ids: Any, what: str) -> list[int] | None:
 
 def _encoded(text: Any, where: str, tokenizer: Callable[[], Tokenizer], *, is_first: bool = True) -> list[int]:
     """Later turns of a conversation get no BOS."""
-    if not isinstance(text, str):
+    if text is None:
         raise ValueError(f"{where}: neither input_ids nor prompt nor turns: give one of them")
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: prompt and turns must be texts, got {json.dumps(text)[:80]}")
     encoder = tokenizer()
     try:
         return encode_prompt(encoder, text, add_special_tokens=is_first)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headrace.cli.bench_options import option, with_options
+from headrace.cli.bench_options import MAX_COUNT, option, with_options
 from headrace.cli.models import complete_model
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 OUTPUT_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 INPUT_FILE = click.Path(dir_okay=False, exists=True, path_type=Path)
-COUNT = click.IntRange(1)
-LENGTH = click.FloatRange(0, min_open=True)
+COUNT = click.IntRange(1, MAX_COUNT)
+LENGTH = click.FloatRange(0, MAX_COUNT, min_open=True)
 
 
 class _Group(click.Group):
@@ -90,7 +90,7 @@ def _required(name: str, kind: Any, text: str) -> Any:
 @option("--num_requests", type=COUNT, default=32, help="Lines to write.")
 @option("--input_len", type=COUNT, default=128, help="Prompt tokens of each.")
 @option("--output_len", type=COUNT, default=128, help="New tokens of each.")
-@option("--shared_len", type=click.IntRange(0), default=0, help="Tokens that all prompts begin with.")
+@option("--shared_len", type=click.IntRange(0, MAX_COUNT), default=0, help="Tokens that all prompts begin with.")
 @click.pass_obj
 def fixed(making: _Making, **sizes: Any) -> None:
     """Random ids, all of one length."""
@@ -165,7 +165,7 @@ def sharegpt(making: _Making, path: Path | None, **sizes: Any) -> None:
 
 @prepare_dataset.command("mooncake")
 @click.argument("trace", type=INPUT_FILE)
-@option("--num_requests", type=click.IntRange(0), default=0, help="Lines to take; 0 is all.")
+@option("--num_requests", type=click.IntRange(0, MAX_COUNT), default=0, help="Lines to take; 0 is all.")
 @click.pass_obj
 def mooncake(making: _Making, trace: Path, num_requests: int) -> None:
     """TRACE, JSON lines of timestamp, input_length, output_length and hash_ids, with ids that share its prefixes.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 OUTPUT_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 OUTPUT_FOLDER = click.Path(file_okay=False, path_type=Path)
 DATASET_OPTIONS = ("num_requests", "input_len", "output_len", "min_input_len", "max_input_len", "seed")
+MAX_COUNT = 10_000_000
+"""Of requests, and of the tokens of one: more would not fit a machine's memory before anything is measured."""
 LOAD_OPTIONS = ("concurrency", "request_rate", "trace_speed")
 SLO_NAMES = ("ttft", "tpot", "e2e")
 
@@ -96,15 +98,17 @@ def workload_options(command: Command) -> Command:
                    help="Where requests come from: random ids, ShareGPT's first turns (fetched once, 27 MB), a file of "
                    "JSON lines with output_tokens and input_ids, prompt or turns (- is standard input), or a JSON "
                    "array of conversations. 'headrace bench prepare-dataset' writes files."),
-            option("--num_requests", type=click.IntRange(0), default=0,
+            option("--num_requests", type=click.IntRange(0, MAX_COUNT), default=0,
                    help="Number of requests; 0 is all of the file, or 32 if they are made or drawn."),
-            option("--warmup", type=click.IntRange(0), default=2, help="Requests before the clock starts."),
-            option("--input_len", "--target_input_len", "input_len", type=click.IntRange(1), default=128,
+            option("--warmup", type=click.IntRange(0, MAX_COUNT), default=2, help="Requests before the clock starts."),
+            option("--input_len", "--target_input_len", "input_len", type=click.IntRange(1, MAX_COUNT), default=128,
                    help="Prompt tokens of random requests."),
-            option("--output_len", "--target_output_len", "output_len", type=click.IntRange(1), default=128,
+            option("--output_len", "--target_output_len", "output_len", type=click.IntRange(1, MAX_COUNT), default=128,
                    help="New tokens of random and ShareGPT requests; a file has its own."),
-            option("--min_input_len", type=click.IntRange(1), default=16, help="Shortest ShareGPT prompt in tokens."),
-            option("--max_input_len", type=click.IntRange(1), default=512, help="Longest ShareGPT prompt in tokens."),
+            option("--min_input_len", type=click.IntRange(1, MAX_COUNT), default=16,
+                   help="Shortest ShareGPT prompt in tokens."),
+            option("--max_input_len", type=click.IntRange(1, MAX_COUNT), default=512,
+                   help="Longest ShareGPT prompt in tokens."),
             option("--seed", type=click.IntRange(0), default=0, help="Draws ids, ShareGPT turns and arrivals."),
             option("--eos_id", type=click.IntRange(-1), default=-1,
                    help="Token that ends a request early; -1 lets every request run to its length."),

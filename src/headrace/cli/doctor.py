@@ -35,7 +35,12 @@ def doctor(ctx: click.Context, model: str | None, host: str, port: int, is_json:
     facts = gather(host=host, port=port)
     findings = list(examine(facts, resolved.args))
     findings += [
-        Finding("settings.note", "note" if note.level == "info" else "warning", str(note), "see headrace config show")
+        Finding(
+            "settings.note",
+            "note" if note.level == "info" else "warning",
+            str(note),
+            "change it in --config or with --set, unless it is meant",
+        )
         for note in resolved.notes
         if note.level != "debug"
     ]

@@ -73,7 +73,7 @@ def as_table(rows: Sequence[Sequence[str]]) -> str:
 PAGE = """# Models
 
 What works for each architecture (`headrace models` prints this page; it is generated from what the model files declare,
-and `tests/models/test_contract.py` holds every row to a tiny model of that type).
+and `tests/models/test_contract.py` holds every row to a tiny model of that type; one is held to something else, below).
 
 - **layers**: `full` attention, attention over a `window`, other kinds of attention by name, recurrent `state`s.
 - **quantised weights**: how linears and experts may be stored (MXFP4: experts only); a checkpoint of another form is
@@ -85,12 +85,17 @@ and `tests/models/test_contract.py` holds every row to a tiny model of that type
 
 {table}
 
-Asked for and not served:
+Held to something else:
 
-- **Kimi-K3**: `headrace plan` counts it from the published totals with Kimi Linear's structure, but it is more:
-  attention over the residuals of earlier blocks, experts on a latent with an activation of their own (SiTU), a gate on
-  latent attention's output, a full-rank gate and a bounded decay in KDA. `transformers` has no model of it to hold ours
-  to, so none is written; a checkpoint is refused by its tensors' names.
+- **Kimi-K3** (`kimi_k3`, the language model of the multimodal checkpoint): `transformers` has no model of it, so ours
+  is held to a reference written from the published description (`tests/models/kimi_k3_reference.py`), not to the
+  authors' code, and, with everything switched off that Kimi Linear doesn't have, to `transformers`' `kimi_linear`.
+  Keys, names and shapes of the released checkpoint are those that public ports of it state; no real checkpoint was
+  loaded here. Not known, and refused by name: `mla_use_nope` false (how rope would turn), a `moe_layer_freq` other
+  than 1, routers other than `sigmoid` with `noaux_tc`, layers of multi-token prediction, MXFP4 with quantised
+  activations, and any other key that begins like this model's own (`mla_`, `moe_`, `attn_res_`, ...) or stands in
+  `linear_attn_config`. A config of the language model alone, which says `kimi_linear`, is served as `kimi_k3` by
+  `model_kwargs: {{model_type: kimi_k3}}`.
 """
 
 

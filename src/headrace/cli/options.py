@@ -243,7 +243,8 @@ def _keys_in(file: str) -> list[str]:
         lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
-        raise ConfigError(Problem("api_key_file", f"{file}: {reason}", "--api_key_file")) from None
+        message = f"{file}: {reason}: give one with a key a line"
+        raise ConfigError(Problem("api_key_file", message, "--api_key_file")) from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(Problem("api_key_file", f"{file} has no keys: write one on each line", "--api_key_file"))

@@ -72,10 +72,13 @@ def plan(ctx: click.Context, model: str | None, gpu: str, gpus: int | None, isl:
          seq_len: int | None, concurrency: int, is_json: bool) -> None:  # fmt: skip
     """Tell what MODEL takes and how much fits, without loading it.
 
-    MODEL is a short name, a folder (its config.json is enough), a config.json, a .gguf file or a hub id. All settings
-    of the engine count; features that are not there yet can be planned with. Exit code 1 if it does not fit.
+    MODEL is a short name, a folder (its config.json is enough), a config.json, a .gguf file, a hub id, or one of
+    glm-5.3, gpt-oss-120b, kimi-k3, minimax-m3, qwen3.5-397b-a17b and qwen3.8-2.4t-a95b, whose sizes are here as far as
+    they are published. All settings of the engine count; features that are not there yet can be planned with. Exit code
+    1 if it does not fit.
     """
     from headrace.hub.config_only import find_config
+    from headrace.hub.outlines import find_outline
     from headrace.hub.read_shape import read_shape
     from headrace.runtime.forecast import forecast, turn_down
     from headrace.runtime.forecast_report import as_dict, as_text
@@ -84,10 +87,15 @@ def plan(ctx: click.Context, model: str | None, gpu: str, gpus: int | None, isl:
     shape = read_shape(find_config(args.model, revision=args.revision, model_kwargs=args.model_kwargs))
     planned = forecast(args, shape, spread_of(args, gpu, gpus))
     length = _length(isl, osl, seq_len) or (planned.max_seq_len or shape.max_position)
+    outline = find_outline(args.model)
+    note = None if outline is None else f"{outline.name}: {outline.written_from}"
     changes = turn_down(planned, length=length, concurrency=concurrency)
     if is_json:
-        click.echo(json.dumps(as_dict(planned, changes, length=length, concurrency=concurrency), indent=2))
+        found = {"note": note, **as_dict(planned, changes, length=length, concurrency=concurrency)}
+        click.echo(json.dumps(found, indent=2))
     else:
+        if note is not None:
+            click.echo(f"{note}\n")
         click.echo(as_text(planned, changes, length=length, concurrency=concurrency))
     if planned.num_requests(length) < concurrency:
         ctx.exit(1)

@@ -171,14 +171,21 @@ class ConfigModel(BaseModel):
             for name, value in values.items()
             if _holds_bool(value) and name in cls.model_fields and not _takes_bool(cls, name)
         ]
-        found += [
+        if found:
+            raise ConfigError(found)
+        return values
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        """Of numbers as they were read: a flag's text is one, too."""
+        found = [
             Problem(name, f"must be less than or equal to {LARGEST_NUMBER}, got {value}")
-            for name, value in values.items()
+            for name, value in vars(self).items()
             if isinstance(value, int) and value > LARGEST_NUMBER
         ]
         if found:
             raise ConfigError(found)
-        return values
+        return self
 
     @classmethod
     def _renamed(cls, values: dict[str, Any]) -> dict[str, Any]:

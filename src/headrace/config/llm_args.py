@@ -72,7 +72,9 @@ class LlmArgs(HeadraceArgs):
     mm_encoder_only: bool = prototype(False, "Run only the multimodal encoder.")
     disable_mm_encoder: bool = prototype(False, "Load a multimodal checkpoint for text only.")
     encode_only: bool = prototype(False, "Run without generation, for LLM.encode.")
-    force_dynamic_quantization: bool = prototype(False, "Quantise 16-bit weights while they are loaded.")
+    force_dynamic_quantization: bool = prototype(
+        False, "Quantise 16-bit weights to FP8 while they are loaded, but for those of the first and the last layer."
+    )
 
     # Parallelism
     tensor_parallel_size: int = stable(1, "Ranks that share each layer.", ge=1)
@@ -129,7 +131,11 @@ class LlmArgs(HeadraceArgs):
     enable_resource_governor: bool = prototype(False, "Let operators cut cached prefixes at run time.")
 
     # Kernels and compilation
-    attn_backend: str = beta("TRTLLM", f"Attention: {', '.join(ATTENTION_BACKENDS)}; mapped to what the device has.")
+    attn_backend: str = beta(
+        "TRTLLM",
+        f"Attention: {', '.join(ATTENTION_BACKENDS)}. FLASHINFER needs its package and a GPU, VANILLA is plain torch,"
+        " AUTO goes by measurements, the others are our own kernels.",
+    )
     cuda_graph_config: AnyCudaGraphConfig | None = beta(DecodeCudaGraphConfig, "CUDA graphs of steps; null is off.")
     encoder_cuda_graph_config: EncodeCudaGraphConfig | None = prototype(None, "CUDA graphs of the encoder.")
     enable_encoder_decoder_mixed_cuda_graph: bool = prototype(True, "Capture encoder-decoder steps as one.")

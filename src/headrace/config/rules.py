@@ -133,8 +133,8 @@ def _pipeline(args: LlmArgs) -> Iterator[Problem]:
 def _deterministic(args: LlmArgs) -> Iterator[Problem]:
     if args.deterministic and args.tensor_parallel_size > 1:
         yield Problem("deterministic", "needs tensor_parallel_size 1: ranks' sums are added in an order of their own")
-    if args.deterministic and args.attn_backend == "VANILLA":
-        yield Problem("deterministic", "can't be combined with attn_backend VANILLA: leave it out")
+    if args.deterministic and args.attn_backend in ("VANILLA", "FLASHINFER"):
+        yield Problem("deterministic", f"can't be combined with attn_backend {args.attn_backend}: leave it out")
 
 
 def _loading(args: LlmArgs) -> Iterator[Problem]:

@@ -38,7 +38,7 @@ def _few_cached_tokens(args: LlmArgs) -> Iterator[Note]:
         yield Note(
             "kv_cache_config.max_tokens",
             f"the cache holds {most} tokens, fewer than a step may compute ({args.max_num_tokens}, max_num_tokens):"
-            " requests wait for each other's blocks",
+            " requests wait for each other's blocks. Raise it, or lower max_num_tokens",
         )
 
 
@@ -57,13 +57,19 @@ def _sparse_graphs(args: LlmArgs) -> Iterator[Note]:
 
 def _beams(args: LlmArgs) -> Iterator[Note]:
     if args.max_beam_width > 1:
-        message = "requests with beams are planned when the step before is known: they don't overlap with the host"
+        message = "requests with beams are planned when the step before is known: they don't overlap with the"
+        message += " host. Leave it at 1 where nobody asks for beams"
         yield Note("max_beam_width", message, "info")
 
 
 def _late_graphs(args: LlmArgs) -> Iterator[Note]:
     if args.fast_start and args.cuda_graph_config is not None:
-        yield Note("fast_start", "on a GPU the first steps of each size are slow: they capture graphs", "info")
+        yield Note(
+            "fast_start",
+            "on a GPU the first steps of each size are slow: they capture graphs. Leave it out where the"
+            " first answers count",
+            "info",
+        )
 
 
 def _shared_prefixes(args: LlmArgs, server: ServerOptions) -> Iterator[Note]:

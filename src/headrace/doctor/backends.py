@@ -19,8 +19,11 @@ ATTENTION = {
     "cpu": "the compiled CPU kernel",
     "triton": "Triton kernels",
     "fixed": "Triton kernels whose sums have one order",
+    "flashinfer": "FlashInfer's kernels for long prompts, Triton's for the rest",
     "torch": "plain torch, slow and exact",
 }
+
+FLASHINFER = "flashinfer-python"
 
 
 def device_type(facts: Facts) -> str:
@@ -40,17 +43,43 @@ def attention(facts: Facts, args: LlmArgs) -> Iterator[Finding]:
 
     from headrace.engine.backends import implementation_of
 
-    name = implementation_of(args.attn_backend, torch.device(device_type(facts)), is_fixed=args.deterministic)
+    try:
+        name = implementation_of(args.attn_backend, torch.device(device_type(facts)), is_fixed=args.deterministic)
+    except ValueError as error:
+        yield Finding("backends.attention", "problem", str(error), "attn_backend: AUTO")
+        return
+    installed = facts.libraries.get(FLASHINFER)
+    if name == "flashinfer" and installed is None:
+        text = f"attn_backend: FLASHINFER, and {FLASHINFER} is not installed"
+        yield Finding("backends.attention", "problem", text, "pip install 'headrace[flashinfer]', or AUTO")
+        return
     if args.deterministic:
         why = "deterministic: true"
     elif args.attn_backend == "VANILLA":
         why = "attn_backend: VANILLA"
+    elif name == "flashinfer":
+        why = f"attn_backend: FLASHINFER, version {installed}"
+    elif name == "triton" and args.attn_backend == "AUTO":
+        why = "attn_backend: AUTO, which goes by measurements: " + _measured(facts)
     else:
         why = f"attn_backend: {args.attn_backend} is the fastest one of a {'GPU' if facts.on_gpu else 'CPU'} here"
     text = ATTENTION.get(name, name)
     if name == "cpu" and facts.compiler.native_problem:
         text = "torch in place of the compiled CPU kernel, which is not there"
     yield Finding("backends.attention", "ok", f"{name}: {text}; {why}")
+
+
+def _measured(facts: Facts) -> str:
+    """What AUTO knows about the first GPU."""
+    from headrace.engine.backends import RULES
+
+    rules = [rule for rule in RULES if rule.capability == facts.gpus[0].capability]
+    if not rules:
+        return "none says that FlashInfer is faster on this GPU"
+    if FLASHINFER not in facts.libraries:
+        return "FlashInfer is faster for long prompts on this GPU (pip install 'headrace[flashinfer]')"
+    least = min(rule.min_query for rule in rules)
+    return f"FlashInfer takes prompts from {least} tokens on where a layer's heads and cache are among those measured"
 
 
 def experts(facts: Facts, args: LlmArgs) -> Iterator[Finding]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from headrace import plugins
-from headrace.attention.port import AttentionBackend
+from headrace.attention import _flashinfer_plan as flashinfer_plan
+from headrace.attention._flashinfer_rules import RULES, Rule, min_query
+from headrace.attention.port import AttentionBackend, AttentionSpec, CacheSpec
+from headrace.engine.groups import WHOLE, Reach, shared_layers
 from headrace.layers.experts import RoutedExperts
 from headrace.layers.port import Layer, RecurrentLayer
 from headrace.layers.weights import Loadable
+from headrace.log import phase
 from headrace.quant.none import Dense
+
+log = logging.getLogger("headrace.engine")
 
 ORACLE = "torch"
 
@@ -43,16 +50,101 @@ class Backends:
 
 
 def implementation_of(wanted: str, device: torch.device, *, is_fixed: bool = False) -> str:
-    """For a configured `attn_backend`: TensorRT-LLM's names mean the fastest one here, VANILLA the oracle.
+    """For a configured `attn_backend`: TensorRT-LLM's names mean the fastest one of our own here, VANILLA the oracle.
+    AUTO is this too, but for the layers that `open_backends` finds a measured rule for.
 
     Args:
         is_fixed: `deterministic`; the one of CPUs is so in any case.
+
+    Raises:
+        ValueError: FLASHINFER, and no GPU.
     """
+    if wanted == "FLASHINFER":
+        if device.type != "cuda":
+            raise ValueError(f"attn_backend FLASHINFER needs an NVIDIA GPU, not a {device.type}: set it to AUTO")
+        return "flashinfer"
     if is_fixed:
         return "cpu" if device.type == "cpu" else "fixed"
     if wanted == "VANILLA":
         return ORACLE
     return "cpu" if device.type == "cpu" else "triton"
+
+
+def open_backends(
+    wanted: str,
+    layers: Sequence[Layer | RecurrentLayer],
+    *,
+    reach: Reach = WHOLE,
+    device: torch.device,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    is_fixed: bool = False,
+    rules: Sequence[Rule] = RULES,
+) -> Backends:
+    """The backends of an engine, and what has to be compiled before its first step.
+
+    Args:
+        wanted: `attn_backend`.
+        reach: as the layers' groups were made with.
+        is_fixed: `deterministic`.
+        rules: what AUTO chooses by.
+
+    Raises:
+        ValueError: FLASHINFER is wanted, and isn't there or can't compute one of these layers.
+    """
+    implementation = implementation_of(wanted, device, is_fixed=is_fixed)
+    specs = _specs(layers, reach)
+    own = [spec for spec in specs.values() if isinstance(spec, AttentionSpec)]
+    is_asked_for = implementation == "flashinfer"
+    if is_asked_for:
+        _check_flashinfer(specs, dtype=dtype, kv_dtype=kv_dtype)
+    elif wanted != "AUTO" or implementation != "triton" or not _has_rule(own, rules, device, dtype, kv_dtype):
+        return Backends(implementation)
+    try:
+        backend = plugins.load("attention", "flashinfer")(rules=None if is_asked_for else rules)
+        with phase("loading FlashInfer's kernels"):
+            backend.prepare(own, device=device, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype)
+    except ValueError as error:
+        if is_asked_for:
+            raise
+        log.info("attn_backend AUTO: prompts stay with the Triton kernels: %s", error)
+        return Backends(implementation)
+    return Backends("triton", chosen=[backend])
+
+
+def _specs(layers: Sequence[Layer | RecurrentLayer], reach: Reach) -> dict[int, CacheSpec]:
+    """By layer, of those that attend, as they will."""
+    shared = shared_layers(layers)
+    stated = {index: None if isinstance(layer, RecurrentLayer) else layer.spec for index, layer in enumerate(layers)}
+    return {index: reach.of(shared.get(index, index), spec) for index, spec in stated.items() if spec is not None}
+
+
+def _has_rule(
+    specs: Sequence[AttentionSpec],
+    rules: Sequence[Rule],
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> bool:
+    """Whether one of the layers was measured to be faster with FlashInfer."""
+    capability = torch.cuda.get_device_capability(device)
+    return any(
+        flashinfer_plan.unsupported(spec, dtype=dtype, kv_dtype=kv_dtype) is None
+        and min_query(rules, spec, kv_dtype=kv_dtype, capability=capability) is not None
+        for spec in specs
+    )
+
+
+def _check_flashinfer(specs: Mapping[int, CacheSpec], *, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Raises: ValueError: a layer that it can't compute."""
+    for index, spec in specs.items():
+        if isinstance(spec, AttentionSpec):
+            found = flashinfer_plan.unsupported(spec, dtype=dtype, kv_dtype=kv_dtype)
+        else:
+            found = f"attention of the kind {spec.kind}"
+        if found is not None:
+            raise ValueError(f"attn_backend FLASHINFER can't compute {found}, as layer {index} has: set it to AUTO")
 
 
 def check_fixed(layers: Sequence[Layer], modules: Sequence[Loadable], device: torch.device) -> None:

@@ -68,6 +68,8 @@ class Rows:
     context_starts: tuple[int, ...]  # [context rows + 1] of query_starts, on the host
     max_query: int
     max_kv: int
+    context_rows: tuple[tuple[int, int], ...] | None = None
+    """As `AttentionStep` has it."""
 
 
 def build_batch(
@@ -87,9 +89,12 @@ def build_batch(
     max_kv = int(state.raise_bounds(section).max())
     num_context = section.num_context_rows
     context_starts = tuple(query_starts[: num_context + 1].tolist())
+    context = counts[:num_context]
+    context_rows = tuple(zip(context.tolist(), (section.start[:num_context] + context).tolist()))
     packed = Rows(
-        slots, start, num_tokens, starts, rows, places, ids, num_context, context_starts, int(counts.max()), max_kv
-    )
+        slots, start, num_tokens, starts, rows, places, ids, num_context, context_starts, int(counts.max()), max_kv,
+        context_rows,
+    )  # fmt: skip
     batch = batch_of(packed, state, groups=groups, block_size=block_size)
     return batch, Wanted(query_starts, sample_rows, prompt_rows, at, tokens, sampling, last)
 
@@ -199,6 +204,7 @@ def _group_step(
         max_query=rows.max_query,
         max_kv=rows.max_kv,
         num_context_rows=rows.num_context_rows,
+        context_rows=rows.context_rows,
     )
 
 

@@ -7,10 +7,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from headrace import plugins
+from headrace.layers.experts import RoutedExperts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.port import Model
 from headrace.models import _transformers
+from headrace.quant.mxfp4 import Mxfp4
+from headrace.quant.mxfp4_packed import Mxfp4Packed
 
 log = logging.getLogger("headrace.engine")
 
@@ -26,7 +29,22 @@ def build_model(config: Mapping[str, Any], factory: LayerFactory, *, impl: str =
     """
     hf_config = HfConfig(config)
     model_type = hf_config.model_type if "model_type" in hf_config else None
-    return find_architecture(model_type, impl=impl)(hf_config, factory)
+    architecture = find_architecture(model_type, impl=impl)
+    model: Model = architecture(hf_config, factory)
+    if model.has_experts and not architecture.reads_mxfp4:
+        _check_experts(model, hf_config.model_type)
+    return model
+
+
+def _check_experts(model: Model, model_type: str) -> None:
+    """Raises: ValueError: experts stored in a form whose tensors' names the model's file doesn't know."""
+    experts = [module for module in model.weight_map().modules if isinstance(module, RoutedExperts)]
+    for name, recipe in (pair for module in experts for pair in module.recipes.items()):
+        if isinstance(recipe, Mxfp4 | Mxfp4Packed):
+            raise ValueError(
+                f"config.json: quantization_config: {name} in MXFP4 is not served for {model_type}: use its FP8 or"
+                " unquantised checkpoint"
+            )
 
 
 class Servable(Collection[str]):

@@ -13,7 +13,7 @@ import torch
 
 from headrace.config.kernels import DecodeCudaGraphConfig, MoeBackend
 from headrace.config.llm_args import LlmArgs
-from headrace.engine.backends import Backends, check_fixed, implementation_of
+from headrace.engine.backends import check_fixed, open_backends
 from headrace.engine.batch import leave_out, put_back
 from headrace.engine.build import Servable, build_model
 from headrace.engine.clock import StepClock
@@ -86,6 +86,7 @@ class Rank:
             {"quantization_config": stated_quantisation(config)},
             hf_quant_config=read_quant_config(source.path),
             force_dynamic=args.force_dynamic_quantization,
+            num_layers=text_config(config).get("num_hidden_layers"),
         )
         recipes = recipes.fixed() if args.deterministic else recipes
         max_len = args.max_seq_len if isinstance(args.max_seq_len, int) else None
@@ -99,11 +100,21 @@ class Rank:
         self.groups = group_layers(self.model.layers, kv_dtype, reach=self.reach)
         kv.check_groups(len(self.groups))
         check_room(self.model.weight_map().weight_bytes, self.device)
+        self.backends = open_backends(
+            args.attn_backend,
+            self.model.layers,
+            reach=self.reach,
+            device=self.device,
+            block_size=kv.tokens_per_block,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            is_fixed=args.deterministic,
+        )
+        load_format = args.load_format.value
         with phase("loading weights"):
-            report = load_weights(self.model, source, load_format=args.load_format.value, progress=parallel.rank == 0)
+            report = load_weights(self.model, source, load_format=load_format, progress=parallel.rank == 0)
         is_drafting = args.speculative_config is not None and parallel.rank == 0
-        self.kept = keep_or_leave(source, self.model.weight_map(), is_wanted=is_drafting)
-        self.backends = Backends(implementation_of(args.attn_backend, self.device, is_fixed=args.deterministic))
+        self.kept = keep_or_leave(source, self.model.weight_map(), load_format=load_format, is_wanted=is_drafting)
         facts = self._facts(source, config, dtype, num_valid_ids=num_valid_ids, weight_bytes=report.weight_bytes)
         self.facts = replace(facts, kv_scales=kv_scales_of(self.model.layers, kv_dtype))
         self.block_size = args.kv_cache_config.tokens_per_block

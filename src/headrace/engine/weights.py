@@ -116,6 +116,7 @@ def _load(weights: WeightMap, source: ModelSource, *, progress: bool) -> int:
             if name not in weights.tied and not weights.is_ignored(name):
                 target = _found(weights, name)
                 stored.read(_shaped(target.parameter.view(target.slot), stored.shape), target.slot.part)
+                _check_spare(stored, target)
                 _finish_slot(target)
                 bar.update()
         if kept:
@@ -140,6 +141,20 @@ def _shaped(view: Tensor, stored_shape: tuple[int, ...]) -> Tensor:
     return view.view(stored_shape) if stored_shape == () else view
 
 
+def _check_spare(stored: StoredTensor, target: Target) -> None:
+    """What stands behind a slot's rows is filling: anything but zeros would have a meaning that is not known here."""
+    rows = target.slot.shape[0]
+    if not target.slot.spare_rows or stored.shape[0] == rows:
+        return
+    spare = torch.empty((stored.shape[0] - rows, *stored.shape[1:]), dtype=torch.float32)
+    stored.read(spare, Part(0, rows, stored.shape[0]))
+    if spare.any():
+        raise ValueError(
+            f"tensor {stored.name} has {stored.shape[0]} rows: only the first {rows} are known, and the others are not"
+            " zero: is it another model's?"
+        )
+
+
 def _check_names(weights: WeightMap, source: ModelSource) -> tuple[set[str], list[Target]]:
     """Compare names and shapes both ways before any tensor is read.
 
@@ -155,7 +170,7 @@ def _check_names(weights: WeightMap, source: ModelSource) -> tuple[set[str], lis
         target = weights.find(weights.tied.get(name, name))
         if target is None:
             faults.unexpected.append(stored.name)
-        elif (stored.shape or (1,)) != target.slot.shape:
+        elif not target.slot.fits(stored.shape or (1,)):
             faults.shapes.append(f"{stored.name} {list(stored.shape)} instead of {list(target.slot.shape)}")
         elif name in seen or (name not in weights.tied and _slots_of(target) & filled):
             faults.twice.append(stored.name)

@@ -62,7 +62,7 @@ def windows(num_tokens: int, *, length: int, stride: int) -> Iterator[Window]:
     if not 1 <= stride <= length:
         raise ValueError(f"--stride is {stride} and --length {length}: it must be 1 to --length")
     if num_tokens < 2:
-        raise ValueError("the text has fewer than 2 tokens: give a longer one")
+        raise ValueError("TEXT has fewer than 2 tokens: give a longer one")
     scored_to = 1
     for begin in range(0, num_tokens, stride):
         end = min(begin + length, num_tokens)

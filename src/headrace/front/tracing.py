@@ -6,6 +6,7 @@ more. Attributes are those of the semantic conventions for generative AI, where 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -149,6 +150,8 @@ def _exporter(endpoint: str, protocol: str) -> SpanExporter:
     if parts.scheme not in ("http", "https", "grpc") or not parts.hostname:
         raise ValueError(f"otlp_traces_endpoint: '{endpoint}' is no address: give http://host:4317")
     if protocol == "grpc":
+        if not re.search(r":\d+$", parts.netloc) and parts.scheme != "https":
+            raise ValueError(f"otlp_traces_endpoint: '{endpoint}' has no port: give http://host:4317")
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
         return GrpcExporter(endpoint=parts.netloc, insecure=parts.scheme != "https")

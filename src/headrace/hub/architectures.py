@@ -46,6 +46,7 @@ TRAITS: Mapping[str, Traits] = {
     "deepseek_v4": Traits(router="wide"),
     "kimi_k2": Traits(),
     "kimi_linear": Traits(router="wide"),
+    "kimi_k3": Traits(router="wide"),
     "glm_moe_dsa": Traits(),
     "glm5_next": Traits(),
     "glm5_next_text": Traits(),
@@ -60,6 +61,9 @@ TRAITS: Mapping[str, Traits] = {
     "granitemoehybrid": Traits(),
     "falcon_h1": Traits(num_norms=1, parts="state + heads, MLP"),
 }
+
+OWN_NAMES = frozenset({"kimi_k3"})
+"""Of multimodal models whose language model goes by another's."""
 
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,

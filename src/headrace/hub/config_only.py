@@ -10,19 +10,25 @@ from typing import Any, cast
 from headrace.hub.aliases import ALIASES
 from headrace.hub.config import merge_config, read_config, read_json, read_quant_config
 from headrace.hub.errors import ModelError
+from headrace.hub.outlines import find_outline
 from headrace.hub.source import is_hub_id, resolve_model
 
 
 def find_config(
     name: str, *, revision: str | None = None, model_kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The config of a model by alias, folder, .gguf file, config.json file or hub id, as `read_config` gives it.
+    """The config of a model by alias, folder, .gguf file, config.json file, hub id or the name of an outline, as
+    `read_config` gives it.
 
     No weights are needed, and of a hub model only the config is fetched.
 
     Raises:
         ModelError: nothing usable under that name. One line with the remedy.
     """
+    outline = None if name in ALIASES else find_outline(name)
+    if outline is not None:
+        merge_config(outline.config, model_kwargs or {})
+        return outline.config
     path = Path(name).expanduser()
     if name not in ALIASES and path.suffix == ".json" and path.is_file():
         return _from_file(path, model_kwargs)

@@ -122,6 +122,8 @@ def latent_layer(keys: Keys, *, is_indexed: bool) -> LayerShape:
     else:
         query = keys.size("q_lora_rank")
         weights += [Weight(hidden * query), whole(query), of_heads(query * heads * (nope + rope))]
+    if keys.flag("mla_use_output_gate"):
+        weights.append(of_heads(hidden * heads * value))
     if keys.flag("attention_bias"):
         weights.append(whole(latent + rope + hidden + (query or 0)))
     index_heads = index_dim = 0
@@ -169,16 +171,17 @@ def kimi_delta_layer(keys: Keys) -> LayerShape:
     heads = stated.size("num_heads", default=keys.size("linear_num_heads", default=32))
     dim = stated.size("head_dim", default=keys.size("linear_head_dim", default=128))
     kernel = stated.size("short_conv_kernel_size", default=keys.size("linear_conv_kernel_dim", default=4))
-    width = heads * dim
+    width, is_full = heads * dim, stated.flag("use_full_rank_gate")
+    down = dim * (1 if is_full else 2)
 
     def of_heads(count: int, *, plain: bool = False) -> Weight:
         return Weight(count, "heads", heads, "plain" if plain else "linear", kv_heads=heads)
 
     weights = (
-        of_heads(4 * hidden * width),
+        of_heads((5 if is_full else 4) * hidden * width),
         of_heads(3 * width * kernel, plain=True),
-        Weight(2 * hidden * dim),
-        of_heads(2 * dim * width),
+        Weight(hidden * down),
+        of_heads(down * width),
         of_heads(hidden * heads, plain=True),
         Weight(width + heads, "heads", heads, "float32", kv_heads=heads),
         whole(dim),

@@ -1,7 +1,7 @@
-"""Layers whose cache has parts of several reaches, and residual streams, in numbers.
+"""Layers whose cache has parts of several reaches, residual streams and attention over residuals, in numbers.
 
 Formulas: DeepSeek-V4 (DeepSeek-AI 2026), hyper-connections (Xie et al. 2026), DSA over pooled keys (GLM-5.3-Flash,
-Zhipu AI 2026); tensors as transformers names them.
+Zhipu AI 2026), Attention Residuals (Kimi Team 2026); tensors as transformers names them.
 """
 
 from __future__ import annotations
@@ -133,3 +133,23 @@ def stream_head(keys: Keys) -> Weight:
 def stream_width(keys: Keys) -> int:
     """Streams and their wider copies count as an MLP's features."""
     return 3 * keys.number("hc_mult", default=0) * keys.number("hidden_size", default=0)
+
+
+def depth_weights(keys: Keys, index: int) -> tuple[Weight, ...]:
+    """Of one layer's two mixes, and of the one behind the last layer: a norm and a score's projection each."""
+    if "attn_res_block_size" not in keys:
+        return ()
+    num_mixes = 3 if index == keys.size("num_hidden_layers") - 1 else 2
+    return (whole(2 * num_mixes * keys.size("hidden_size")),)
+
+
+DEPTH_COPIES = 8
+"""Hidden states that a mix's copies in float32 take the place of."""
+
+
+def depth_width(keys: Keys) -> int:
+    """The sums of a token that travel between layers, and a mix's wider copies, count as an MLP's features."""
+    if "attn_res_block_size" not in keys:
+        return 0
+    num_sums = -(-keys.size("num_hidden_layers") // keys.size("attn_res_block_size")) + 1
+    return (num_sums + DEPTH_COPIES) * keys.size("hidden_size") // 2

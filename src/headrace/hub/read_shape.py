@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headrace.hub.architectures import DEFAULTS, TRAITS
+from headrace.hub.architectures import DEFAULTS, OWN_NAMES, TRAITS
 from headrace.hub.config import stated_quantisation, text_config
 from headrace.hub.errors import ModelError
 from headrace.hub.gemma import beside_experts, is_shared, layer_input_weights, shared_source
@@ -29,6 +29,8 @@ from headrace.hub.mixers import (
 from headrace.hub.parted import (
     compressed_kinds,
     compressed_layer,
+    depth_weights,
+    depth_width,
     is_compressed,
     is_hashed,
     pooled_latent_layer,
@@ -59,6 +61,8 @@ def read_shape(config: Mapping[str, Any], *, place: str = "config.json") -> Mode
     """
     text = dict(text_config(config))
     model_type = str(text.get("model_type") or config.get("model_type"))
+    if config.get("model_type") in OWN_NAMES:
+        model_type = str(config["model_type"])
     known = TRAITS.get(model_type)
     traits = known or Traits()
     keys = Keys({**DEFAULTS.get(model_type, {}), **text}, place)
@@ -201,7 +205,8 @@ def _layer(keys: Keys, traits: Traits, index: int, kind: str) -> LayerShape:
         mlp = _experts(keys, traits) if _has_experts(keys, index, kind) else _dense(keys, traits, index)
     if keys.flag("enable_moe_block"):
         mlp = (*_dense(keys, traits, index), *mlp, beside_experts(keys, _num_experts(keys)))
-    return LayerShape(mixed.mixer, (norms, *mixed.weights, *mlp, *streams, *layer_input_weights(keys, index)))
+    mixes = depth_weights(keys, index)
+    return LayerShape(mixed.mixer, (norms, *mixed.weights, *mlp, *streams, *mixes, *layer_input_weights(keys, index)))
 
 
 def _layer_keys(keys: Keys, index: int, kind: str) -> Keys:
@@ -305,7 +310,7 @@ def _widest(keys: Keys) -> int:
         chosen = keys.size("num_experts_per_tok", "num_experts_per_token", "top_k_experts", default=1)
         results = keys.number("hidden_size", default=0) // 2
         widths.append(chosen * (_expert_width(keys) + results) + _shared_width(keys))
-    return max(*widths, recurrent_width(keys)) + stream_width(keys)
+    return max(*widths, recurrent_width(keys)) + stream_width(keys) + depth_width(keys)
 
 
 def _mlp_matrices(keys: Keys) -> int:
@@ -331,14 +336,16 @@ def _hashed(keys: Keys, traits: Traits) -> tuple[Weight, ...]:
 
 def _experts(keys: Keys, traits: Traits) -> tuple[Weight, ...]:
     hidden, width, count = keys.size("hidden_size"), _expert_width(keys), _num_experts(keys)
-    latent = keys.number("moe_latent_size", default=0)
+    latent = keys.number("moe_latent_size", "routed_expert_hidden_size", default=0)
     matrices = _mlp_matrices(keys)
     is_wide = traits.router in ("wide", "float32") or "kv_lora_rank" in keys
     weights = [
         Weight(count * matrices * (latent or hidden) * width, "experts", count, "expert", features=width),
         Weight(count * hidden, form="float32") if is_wide else whole(count * hidden),
     ]
-    if latent:
+    if latent and keys.flag("latent_moe_use_norm"):  # ranks share the way back
+        weights += [Weight(hidden * latent), whole(latent), Weight(hidden * latent, "dense", latent)]
+    elif latent:
         weights.append(Weight(2 * hidden * latent))
     if traits.head_logits:  # gpt-oss: biases of the router and of every expert
         weights += [whole(count), Weight(count * 2 * width, "experts", count, "plain", features=width)]

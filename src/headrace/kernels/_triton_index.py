@@ -41,11 +41,15 @@ def _score_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    EVERY: tl.constexpr,
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Programs: (tiles of keys, rows, tiles of TOKENS tokens). -inf where a token doesn't see."""
+    """Programs: (tiles of keys, rows, tiles of TOKENS tokens). -inf where a token doesn't see.
+
+    A key stands for EVERY tokens; it is kept in the last one's block.
+    """
     start, row = tl.program_id(0) * TILE, tl.program_id(1)
     query_start = tl.load(query_starts + row)
     query_end = tl.load(query_starts + row + 1)
@@ -57,10 +61,11 @@ def _score_kernel(
     if begin >= end:
         return
     at = start + tl.arange(0, TILE)
+    last = at * EVERY + EVERY - 1
     heads, dims = tl.arange(0, HEADS_BLOCK), tl.arange(0, DIM_BLOCK)
-    known = at < base + end
-    block = tl.load(tables + row.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
-    at_key = block * block_stride + at % BLOCK_SIZE * DIM
+    known = last < base + end
+    block = tl.load(tables + row.to(tl.int64) * table_stride + last // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+    at_key = block * block_stride + last % BLOCK_SIZE // EVERY * DIM
     mask = known[:, None] & (dims < DIM)[None, :]
     tile = tl.trans(tl.load(keys + at_key[:, None] + dims[None, :], mask=mask, other=0.0).to(COMPUTE))
     for step in range(end - begin):
@@ -71,31 +76,47 @@ def _score_kernel(
         hits = tl.maximum(tl.dot(query.to(COMPUTE), tile, input_precision="ieee") * scale, 0.0)
         share = tl.load(weights + place * weights_stride + heads, mask=heads < NUM_HEADS, other=0.0)
         total = tl.sum(hits * share[:, None], 0)
-        total = tl.where(at <= base + token, total, float("-inf"))
+        total = tl.where(last <= base + token, total, float("-inf"))
         tl.store(scores + (place - first_token) * width + at, total, mask=at < width)
 
 
+def _all(step: PackedRows, top: int, *, every: int) -> Tensor:
+    """Everybody sees everything. [tokens, top] int64"""
+    at = torch.arange(top, device=step.positions.device)
+    return at.where(at < (step.positions[:, None] + 1) // every, -1)
+
+
 def launch_index_choice(
-    q: Tensor, weights: Tensor, keys: Tensor, step: PackedRows, *, top: int, scale: float, max_query: int, max_kv: int
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    step: PackedRows,
+    *,
+    top: int,
+    scale: float,
+    max_query: int,
+    max_kv: int,
+    every: int = 1,
 ) -> Tensor:
-    """The contract of `index_choice`, without waiting for the device.
+    """The contract of `index_choice`, of `entry_choice` with `every`, without waiting for the device. Where there are
+    fewer than `top`, -1 comes last.
 
     Args:
         max_query, max_kv: upper bounds of the rows' lengths.
     """
     tokens, num_heads, dim = q.shape
-    if max_kv <= top:  # everybody sees everything
-        at = torch.arange(top, device=q.device)
-        return at.where(at <= step.positions[:, None], -1)
+    width = max_kv // every
+    if width <= top:
+        return _all(step, top, every=every)
     num_rows = step.kv_lens.shape[0]
     assert q.stride()[1:] == (dim, 1) and keys.stride()[1:] == (dim, 1) and weights.stride(1) == 1
     out = torch.empty((tokens, top), dtype=torch.int64, device=q.device)
-    count = max(1, min(tokens, MAX_SCORE_BYTES // (4 * max_kv)))
-    scores = torch.empty((count, max_kv), dtype=torch.float32, device=q.device)
+    count = max(1, min(tokens, MAX_SCORE_BYTES // (4 * width)))
+    scores = torch.empty((count, width), dtype=torch.float32, device=q.device)
     for first in range(0, tokens, count):
         end = min(first + count, tokens)
         per_program = min(TOKENS, power_of_2(max_query))
-        grid(_score_kernel, -(-max_kv // TILE), num_rows, -(-max_query // per_program))(
+        grid(_score_kernel, -(-width // TILE), num_rows, -(-max_query // per_program))(
             q,
             weights,
             keys,
@@ -110,12 +131,13 @@ def launch_index_choice(
             step.block_tables.stride(0),
             first,
             end,
-            max_kv,
+            width,
             NUM_HEADS=num_heads,
             HEADS_BLOCK=max(16, power_of_2(num_heads)),
             DIM=dim,
             DIM_BLOCK=max(16, power_of_2(dim)),
             BLOCK_SIZE=step.block_size,
+            EVERY=every,
             TILE=TILE,
             TOKENS=per_program,
             COMPUTE=compute_dtype(q, is_fp8=keys.dtype == FP8),

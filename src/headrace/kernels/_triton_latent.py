@@ -67,6 +67,7 @@ def _latent_write_kernel(
     NOPE: tl.constexpr,
     RANK: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     INDEX_DIM: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -77,14 +78,15 @@ def _latent_write_kernel(
     IS_FP8: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Programs: (tokens, parts of HEADS query heads). The first part writes to the cache."""
+    """Programs: (tokens, parts of HEADS query heads). The first part writes to the cache. The first TURNED of HALF
+    pairs of features are turned."""
     wait_for_predecessor(CHAINED)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     WIDTH: tl.constexpr = RANK + 2 * HALF
     pairs = tl.arange(0, HALF_BLOCK)
     pair_mask = pairs < HALF
-    c = tl.load(cos + token * cos_stride + pairs, mask=pair_mask, other=1.0)
-    s = tl.load(sin + token * cos_stride + pairs, mask=pair_mask, other=0.0)
+    c = tl.load(cos + token * cos_stride + pairs, mask=pairs < TURNED, other=1.0)
+    s = tl.load(sin + token * cos_stride + pairs, mask=pairs < TURNED, other=0.0)
     if HALF > 0:
         heads = part * HEADS + tl.arange(0, HEADS)
         mask = (heads < NUM_HEADS)[:, None] & pair_mask[None, :]
@@ -136,7 +138,7 @@ def launch_latent_write(
     Args:
         q: [tokens, heads, nope_dim + rope_dim], heads contiguous.
         latent: [tokens, rank].
-        k_rope: [tokens, rope_dim], which may be 0.
+        k_rope: [tokens, rope_dim], which may be 0. cos, sin: [tokens, rope_dim / 2], or of no features: none turns.
         cache: [num_blocks, block_size, rank + rope_dim]; FP8 entries are divided by `scale`, saturated.
         absorbed: [tokens, heads, rank + rope_dim], whose last `rope_dim` features are written.
         index_k: [tokens, index dim], written to `index_keys` as it is.
@@ -147,7 +149,7 @@ def launch_latent_write(
     rank, rope_dim = latent.shape[1], k_rope.shape[1]
     assert q.stride()[1:] == (q_dim, 1) and absorbed.is_contiguous() and cache.stride()[1:] == (rank + rope_dim, 1)
     assert latent.stride(1) == 1 and cos.stride() == sin.stride()
-    assert not rope_dim or k_rope.stride(1) == cos.stride(1) == 1
+    assert not rope_dim or (k_rope.stride(1) == cos.stride(1) == 1 and cos.shape[1] in (0, rope_dim // 2))
     index_dim = 0 if index_k is None else index_k.shape[1]
     assert index_k is None or (index_keys is not None and index_k.stride(1) == 1)
     grid(_latent_write_kernel, tokens, -(-num_heads // WRITE_HEADS))(
@@ -173,17 +175,20 @@ def launch_latent_write(
         BLOCK_SIZE=cache.shape[1],
         INTERLEAVED=interleaved,
         IS_FP8=cache.dtype == FP8,
-        **_write_sizes(num_heads, q_dim - rope_dim, rank, rope_dim, index_dim),
+        **_write_sizes(num_heads, q_dim - rope_dim, rank, rope_dim, index_dim, cos.shape[1]),
         **chain_options(q, 4),
     )
 
 
-def _write_sizes(num_heads: int, nope_dim: int, rank: int, rope_dim: int, index_dim: int) -> dict[str, int]:
+def _write_sizes(
+    num_heads: int, nope_dim: int, rank: int, rope_dim: int, index_dim: int, num_turned: int
+) -> dict[str, int]:
     return {
         "NUM_HEADS": num_heads,
         "NOPE": nope_dim,
         "RANK": rank,
         "HALF": rope_dim // 2,
+        "TURNED": num_turned,
         "INDEX_DIM": index_dim,
         "RANK_BLOCK": power_of_2(rank),
         "HALF_BLOCK": power_of_2(rope_dim // 2),

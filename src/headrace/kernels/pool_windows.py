@@ -38,9 +38,15 @@ class PoolSpec:
         return self.every * (2 if self.overlaps else 1)
 
 
-def closing_tokens(positions: Tensor, every: int) -> Tensor:
-    """Packed tokens that complete a window. [closed] int64; asks the device for their number"""
-    return ((positions + 1) % every == 0).nonzero().flatten()
+def closing_tokens(positions: Tensor, every: int, *, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Packed tokens that complete a window, as many as there may be: ([most] int64, [most] bool whether it is one).
+
+    Their number is not asked for, so that steps can be captured.
+    """
+    count = len(positions)
+    places = torch.arange(count, device=positions.device).where((positions + 1) % every == 0, count)
+    found = places.sort().values[: min(count, count // every + num_rows)]  # a row of n completes n / every, rounded up
+    return found.clamp(max=count - 1), found < count
 
 
 def pool_windows(
@@ -50,7 +56,7 @@ def pool_windows(
 
     Args:
         values, gates: [num_blocks, block_size, width], this step's already written.
-        tokens: [closed] int64, of `closing_tokens`.
+        tokens: [closed] int64, of `closing_tokens`; of those that complete none the entries mean nothing.
         bias: [every, width], added to the gates by place in the window.
 
     Returns:
@@ -76,8 +82,9 @@ def _own_halves(part: Tensor, spec: PoolSpec) -> Tensor:
 
 
 def row_of(step: PackedRows, tokens: Tensor) -> Tensor:
-    """The rows that packed tokens are of. int64"""
-    return torch.searchsorted(step.query_starts[1:].long(), tokens, right=True)
+    """The rows that packed tokens are of; of those behind the last row, that one. int64"""
+    found = torch.searchsorted(step.query_starts[1:].long(), tokens, right=True)
+    return found.clamp(max=step.kv_lens.shape[0] - 1)
 
 
 def entry_slots(step: PackedRows, tokens: Tensor, *, every: int, entries: int) -> tuple[Tensor, Tensor]:

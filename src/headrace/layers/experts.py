@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from headrace.quant.port import ExpertsRecipe
 FusedForm = Literal["out_in", "in_out"]
 """How a checkpoint that joins all experts in one tensor has them: [experts, out, in], or each transposed."""
 
-STORED = ("weight", "weight_scale", "weight_scale_inv", "input_scale", "bias")
+STORED = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "input_scale", "bias")
 FUSED_STORED = {
     "": "weight",
     "_bias": "bias",
@@ -101,6 +101,23 @@ class RoutedExperts:
         return self._prepared
 
 
+class ExpertsLatent(Protocol):
+    """The narrower state that routed experts work on (`layers/latent_experts.py`)."""
+
+    @property
+    def size(self) -> int:
+        """Its features."""
+        ...
+
+    def into(self, act: Act) -> Tensor:
+        """[tokens, hidden] -> [tokens, size]"""
+        ...
+
+    def back(self, summed: Tensor) -> Tensor:
+        """The weighted sum over experts, partial [tokens, size] -> [tokens, hidden], partial"""
+        ...
+
+
 class Experts:
     """A mixture of experts in an MLP's place. Its result is a partial sum."""
 
@@ -116,14 +133,14 @@ class Experts:
         shared_gate: Linear | None,
         router_dtype: torch.dtype | None,
         max_num_tokens: int | None,
-        latent: tuple[Linear, Linear] | None = None,
+        latent: ExpertsLatent | None = None,
         expert_scale: ByExpert | None = None,
     ) -> None:
         """
         Args:
             correction: what is added to experts' scores when they are chosen.
             expert_scale: what the weights of the chosen ones are multiplied with.
-            latent: to what the routed experts see of a token, and back from their sum.
+            latent: to what the routed experts see of a token, and back from their sum; None: they see all of it.
             shared: an expert that every token is sent to.
             shared_gate: to one number, whose sigmoid the shared expert's result is multiplied with.
             router_dtype: the router is computed in; None is that of the activations.
@@ -169,8 +186,8 @@ class Experts:
         if self._latent is None:
             out = self._backend.run(x, routed, self.routed.ready())
         else:
-            into, back = self._latent
-            out = back(Act(self._backend.run(into(Act(x)), routed, self.routed.ready())))
+            seen = self._latent.into(Act(x))
+            out = self._latent.back(self._backend.run(seen, routed, self.routed.ready()))
         if self.shared is None:
             return out
         shared = self.shared(Act(x))

@@ -10,7 +10,7 @@ from headrace.attention.port import AttentionSpec
 from headrace.kernels.moe.port import ExpertAct, Routing
 from headrace.layers.attention import Attention, KvScales
 from headrace.layers.embedding import Embedding, Head
-from headrace.layers.experts import Experts, ExpertsBuilder, ExpertsSetup, FusedForm
+from headrace.layers.experts import Experts, ExpertsBuilder, ExpertsLatent, ExpertsSetup, FusedForm
 from headrace.layers.heads import HeadStep, Sinks, UnitNorm, ValueNorm, WholeNorm, WholeNorms, num_copies
 from headrace.layers.linear import Linear, Output, column_linear, replicated_linear, row_linear
 from headrace.layers.mlp import ClampedMlp, Mlp, PlainMlp, activation, plain_activation
@@ -254,7 +254,7 @@ class LayerFactory:
         shared_act: str | ExpertAct = "silu",
         fused: FusedForm = "out_in",
         weighs_input: bool = False,
-        latent_size: int | None = None,
+        latent: ExpertsLatent | None = None,
         has_expert_scale: bool = False,
     ) -> Experts:
         """A mixture of experts; `layers/experts.py: expert_rules` makes its weight rules.
@@ -266,15 +266,14 @@ class LayerFactory:
             router_dtype: the router is held and computed in; None is that of the model.
             intermediate_size, shared_size: inner features of each routed expert, and of all shared ones together.
             fused: how a checkpoint with all experts in one tensor has them.
-            latent_size: routed experts see a projection to so many features, and their sum is projected back: modules
-                `{name}.into_latent` and `{name}.from_latent`.
+            latent: what routed experts see of a token, and the way back from their sum.
         """
         builder = ExpertsBuilder(
             name, setup=self.experts_setup, recipe=self.recipe, parallel=self.parallel, dtype=self.dtype,
             device=self.device,
         )  # fmt: skip
         routed = builder.routed(
-            latent_size or hidden_size, intermediate_size, routing, act=act, bias=bias, fused=fused,
+            latent.size if latent else hidden_size, intermediate_size, routing, act=act, bias=bias, fused=fused,
             weighs_input=weighs_input,
         )  # fmt: skip
         num = routing.num_experts
@@ -283,15 +282,12 @@ class LayerFactory:
         scale = builder.expert_scale(num) if has_expert_scale else None
         shared_gate = self.plain_linear(f"{name}.shared_gate", hidden_size, 1) if has_shared_gate else None
         self.modules += filter(None, (routed, correction, scale))
-        shared, latent, part = None, None, f"{name}.shared"
+        shared, part = None, f"{name}.shared"
         if shared_size is not None:
             if act.is_gated:
                 shared = self.mlp(part, hidden_size=hidden_size, intermediate_size=shared_size, act=shared_act)
             else:
                 shared = self.plain_mlp(part, hidden_size=hidden_size, intermediate_size=shared_size, act=act.kind)
-        if latent_size is not None:
-            into = self.linear(f"{name}.into_latent", hidden_size, latent_size)
-            latent = (into, self.linear(f"{name}.from_latent", latent_size, hidden_size))
         return Experts(
             router, routed, backend=builder.backend, routing=routing, correction=correction, shared=shared,
             shared_gate=shared_gate, router_dtype=router_dtype, latent=latent, expert_scale=scale,

@@ -1,6 +1,9 @@
-"""Attention whose result is gated by the token itself (Qiu et al. 2025): each query head is projected with a gate."""
+"""Attention whose result is gated by the token itself (Qiu et al. 2025): each query head is projected with a gate, or
+(latent attention of Kimi-K3) a product of its own makes the gates."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,8 +11,9 @@ from torch import Tensor
 from headrace.kernels.quantise import PLAIN
 from headrace.layers.attention import Attention, KvScales
 from headrace.layers.factory import LayerFactory
-from headrace.layers.linear import Output
-from headrace.layers.norm import HeadNorm
+from headrace.layers.latent import LatentAttention, LatentSizes
+from headrace.layers.linear import Linear, Output
+from headrace.layers.norm import HeadNorm, Norm
 from headrace.layers.port import Act, AttentionSpec, ForwardStep, Mixer, Projected
 
 
@@ -67,3 +71,40 @@ def gated_attention(
         q_norm=q_norm,
         k_norm=k_norm,
     )
+
+
+class GatedLatent:
+    """Latent attention whose result is multiplied with a sigmoid by feature of each head."""
+
+    def __init__(self, latent: LatentAttention, gate: Linear) -> None:
+        self.latent = latent
+        self.gate = gate
+
+    @property
+    def spec(self) -> Any:
+        return self.latent.spec
+
+    def feed_from(self, norm: Norm) -> None:
+        """Two products take what the norm yields, so it stays plain."""
+
+    def project(self, act: Act, step: ForwardStep) -> tuple[Any, Tensor]:
+        """[tokens, hidden] -> (what attention takes, gates [tokens, heads * v_dim])"""
+        return self.latent.project(act, step), self.gate(act)
+
+    def attend(self, mixer_input: tuple[Any, Tensor], mixer: Mixer) -> Act:
+        projected, gate = mixer_input
+        return Act(mixer(projected, PLAIN).data * torch.sigmoid(gate))
+
+    def output(self, mixed: Act) -> Tensor:
+        """[tokens, heads * v_dim] -> [tokens, hidden], partial"""
+        return self.latent.output(mixed)
+
+
+def gated_latent(
+    factory: LayerFactory, name: str, latent: LatentAttention, *, hidden_size: int, sizes: LatentSizes
+) -> GatedLatent:
+    """Module `{name}.gate`, beside those of the latent attention."""
+    heads = factory.parallel.heads(sizes.num_heads, sizes.num_heads)
+    share = (heads.q[0] * sizes.v_dim, heads.q[1] * sizes.v_dim)
+    gate = factory.column(f"{name}.gate", hidden_size, [Output("", sizes.num_heads * sizes.v_dim, share)], bias=False)
+    return GatedLatent(latent, gate)

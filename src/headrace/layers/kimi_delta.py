@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (Kimi Team 2025): the delta rule with a decay by key feature, and a low-rank output gate."""
+"""Kimi Delta Attention (Kimi Team 2025): the delta rule with a decay by key feature, and an output gate."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ DELTA_RULES: Mapping[str, str] = {
     f"{BLOCK}.f_b_proj.*": f"{PART}.forget.*",
     f"{BLOCK}.g_a_proj.*": f"{PART}.down.*:gate",
     f"{BLOCK}.g_b_proj.*": f"{PART}.gate.*",
+    f"{BLOCK}.g_proj.*": f"{PART}.gate.*",
     f"{BLOCK}.A_log": f"{PART}.decay",
     f"{BLOCK}.dt_bias": f"{PART}.time_bias",
     f"{BLOCK}.o_norm.weight": f"{PART}.norm",
@@ -64,6 +65,10 @@ class KimiDeltaSizes:
     """Of the decay's logarithm, which comes near it by a sigmoid; None: it has none."""
     is_decay_flat: bool = False
     """A checkpoint has it as [heads], not as [1, 1, heads, 1]."""
+    num_spare_decays: int = 0
+    """A checkpoint may have so many zeros behind flat ones."""
+    has_full_gate: bool = False
+    """The output gate is made in one product, not over as many features as a head has."""
 
 
 class KimiDeltaProjected(NamedTuple):
@@ -94,7 +99,7 @@ class KimiDelta:
     ) -> None:
         """
         Args:
-            down: to what `forget` takes, then what `gate` takes; every rank computes all of it.
+            down: to what `forget` takes, then what a low-rank `gate` takes; every rank computes all of it.
             sizes: with this rank's heads.
         """
         self.qkv = qkv
@@ -112,12 +117,12 @@ class KimiDelta:
         """Several products take what the norm yields, so it stays plain."""
 
     def project(self, act: Act) -> KimiDeltaProjected:
-        forget, gate = self.down(act).split(self.sizes.dim, -1)
-        by_head = (self.sizes.num_heads, self.sizes.dim)
+        low, by_head = self.down(act), (self.sizes.num_heads, self.sizes.dim)
+        gated = act if self.sizes.has_full_gate else Act(low[:, self.sizes.dim :].contiguous())
         return KimiDeltaProjected(
             qkv=self.qkv(act),
-            decay=self.forget(Act(forget.contiguous())).unflatten(-1, by_head),
-            gate=self.gate(Act(gate.contiguous())).unflatten(-1, by_head),
+            decay=self.forget(Act(low[:, : self.sizes.dim].contiguous())).unflatten(-1, by_head),
+            gate=self.gate(gated).unflatten(-1, by_head),
             beta=self.beta(act),
         )
 
@@ -155,10 +160,12 @@ def kimi_delta(
 ) -> KimiDelta:
     """A block.
 
-    Modules: `{name}.qkv` and `{name}.conv` (slots q, k, v), `{name}.beta`, `{name}.down` (slots forget, gate),
-    `{name}.forget`, `{name}.gate`, `{name}.decay`, `{name}.time_bias`, `{name}.norm`, `{name}.out`.
+    Modules: `{name}.qkv` and `{name}.conv` (slots q, k, v), `{name}.beta`, `{name}.down` (slots forget and, of a
+    low-rank gate, gate), `{name}.forget`, `{name}.gate`, `{name}.decay`, `{name}.time_bias`, `{name}.norm`,
+    `{name}.out`.
     """
     width, dim = sizes.num_heads * sizes.dim, sizes.dim
+    low = ("forget",) if sizes.has_full_gate else ("forget", "gate")
     start, stop = factory.parallel.heads(sizes.num_heads, sizes.num_heads).q
     share = (start * dim, stop * dim)
     small = SmallWeights(
@@ -166,7 +173,7 @@ def kimi_delta(
         {
             "conv": [Slot(slot, (width, 1, sizes.kernel), Part(0, *share)) for slot in ("q", "k", "v")],
             "decay": [
-                Slot("", (sizes.num_heads,), Part(0, start, stop))
+                Slot("", (sizes.num_heads,), Part(0, start, stop), sizes.num_spare_decays)
                 if sizes.is_decay_flat
                 else Slot("", (1, 1, sizes.num_heads, 1), Part(2, start, stop))
             ],
@@ -184,11 +191,11 @@ def kimi_delta(
             f"{name}.qkv", hidden_size, [Output(slot, width, share) for slot in ("q", "k", "v")], bias=False
         ),
         beta=factory.column(f"{name}.beta", hidden_size, [Output("", sizes.num_heads, (start, stop))], bias=False),
-        down=factory.column(
-            f"{name}.down", hidden_size, [Output(slot, dim, (0, dim)) for slot in ("forget", "gate")], bias=False
-        ),
+        down=factory.column(f"{name}.down", hidden_size, [Output(slot, dim, (0, dim)) for slot in low], bias=False),
         forget=factory.column(f"{name}.forget", dim, [Output("", width, share)], bias=False),
-        gate=factory.column(f"{name}.gate", dim, [Output("", width, share)], bias=False),
+        gate=factory.column(
+            f"{name}.gate", hidden_size if sizes.has_full_gate else dim, [Output("", width, share)], bias=False
+        ),
         small=small,
         out=factory.row(f"{name}.out", width, hidden_size, share=share, bias=False),
         sizes=local,

@@ -120,8 +120,8 @@ class Mamba:
 
     def _factors_like(self, projected: Tensor) -> Tensor:
         if self._factors is None:
-            each = [torch.full((rows,), factor) for rows, factor in zip(self.sizes.rows.values(), self.sizes.factors)]
-            self._factors = torch.cat(each).to(projected)
+            each = zip(self.sizes.rows.values(), self.sizes.factors)
+            self._factors = torch.cat([projected.new_full((rows,), factor) for rows, factor in each])
         return self._factors
 
     def mix(self, projected: MambaProjected, live: LiveState) -> Act:

@@ -36,6 +36,11 @@ EXPERTS_NAMES = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.expert
 """What checkpoints call the experts of a layer."""
 
 BLOCK_SIDES = [128, 128]
+MIN_LAYERS = 8
+"""Of a model whose first and last layer stay as they are where weights are quantised at load."""
+MXFP4_FORMAT = "mxfp4-pack-quantized"
+MXFP4_WEIGHTS: Mapping[str, Any] = {"type": "float", "num_bits": 4, "group_size": 32}
+"""What compressed-tensors states of such a group's weights."""
 HEAD = "head"
 
 MODELOPT: Mapping[str, Recipe] = {
@@ -101,6 +106,14 @@ class Recipes:
         return found
 
 
+def _end_layers(num_layers: int | None) -> tuple[str, ...]:
+    """Modules of the first and the last layer, whose errors weigh most (Llama Team 2024, section 6.2); none of a model
+    with few layers."""
+    if num_layers is None or num_layers < MIN_LAYERS:
+        return ()
+    return tuple(f"{prefix}layers.{layer}" for layer in (0, num_layers - 1) for prefix in ("model.", ""))
+
+
 def checkpoint_names(name: str) -> tuple[str, ...]:
     """`layers.3.mlp.down` -> `model.layers.3.mlp.down_proj`; a fused linear has several."""
     for end, originals in CHECKPOINT_NAMES.items():
@@ -117,14 +130,20 @@ def is_named(name: str, pattern: str) -> bool:
 
 
 def read_recipes(
-    config: Mapping[str, Any], *, hf_quant_config: Mapping[str, Any] | None = None, force_dynamic: bool = False
+    config: Mapping[str, Any],
+    *,
+    hf_quant_config: Mapping[str, Any] | None = None,
+    force_dynamic: bool = False,
+    num_layers: int | None = None,
 ) -> Recipes:
     """The recipes of a checkpoint.
 
     Args:
         config: config.json, of the language model.
         hf_quant_config: that file, where there is one.
-        force_dynamic: quantise a plain checkpoint to FP8 at load (`force_dynamic_quantization`).
+        force_dynamic: quantise a plain checkpoint to FP8 at load (`force_dynamic_quantization`), but for its first and
+            last layer.
+        num_layers: of the model, for `force_dynamic`.
 
     Raises:
         ValueError: a form that is not served; the message names the key.
@@ -137,7 +156,7 @@ def read_recipes(
         return _modelopt(inner, "hf_quant_config.json: quantization", ignored=inner.get("exclude_modules"))
     if stated is None:
         plain = Dense()
-        return Recipes(Fp8OnLoad() if force_dynamic else plain, plain)
+        return Recipes(Fp8OnLoad(), plain, _end_layers(num_layers)) if force_dynamic else Recipes(plain, plain)
     place = "config.json: quantization_config"
     if not isinstance(stated, Mapping):
         raise ValueError(f"{place} must be an object, not {stated!r}")
@@ -152,8 +171,8 @@ def read_recipes(
         plain = Dense()
         return Recipes(plain, plain, _names(stated.get("modules_to_not_convert"), place), experts=Mxfp4())
     raise ValueError(
-        f"{place}: quant_method {method!r} is not served: fp8, modelopt, compressed-tensors (FP8) and mxfp4 (experts)"
-        " are; use such a checkpoint, an unquantised one or a GGUF file"
+        f"{place}: quant_method {method!r} is not served: fp8, modelopt, compressed-tensors (FP8, or experts in MXFP4)"
+        " and mxfp4 (experts) are; use such a checkpoint, an unquantised one or a GGUF file"
     )
 
 
@@ -194,6 +213,8 @@ def _compressed(stated: Mapping[str, Any], place: str) -> Recipes:
         raise ValueError(f"{place}: config_groups must have one group; others are not served")
     (group,) = groups.values()
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    if (group.get("format") or stated.get("format")) == MXFP4_FORMAT:
+        return _mxfp4(stated, place, weights, inputs)
     strategy, is_dynamic = weights.get("strategy"), bool(inputs.get("dynamic"))
     is_fp8 = all(part.get("type") == "float" and part.get("num_bits") == 8 for part in (weights, inputs))
     recipe: Recipe | None = None
@@ -209,6 +230,20 @@ def _compressed(stated: Mapping[str, Any], place: str) -> Recipes:
     cache = stated.get("kv_cache_scheme")
     is_kv_fp8 = isinstance(cache, Mapping) and cache.get("type") == "float" and cache.get("num_bits") == 8
     return Recipes(recipe, Dense(), _names(stated.get("ignore"), place), is_kv_fp8)
+
+
+def _mxfp4(stated: Mapping[str, Any], place: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Recipes:
+    """Experts alone (Kimi-K3): a checkpoint that stores other linears so is refused by its tensors' names."""
+    found = [weights.get(key) for key in MXFP4_WEIGHTS]
+    if found != [*MXFP4_WEIGHTS.values()] or inputs:
+        said = ", ".join(f"{key} {value}" for key, value in zip(MXFP4_WEIGHTS, found))
+        raise ValueError(
+            f"{place}: {MXFP4_FORMAT} of {said}{' and quantised activations' if inputs else ''} is not served: only"
+            f" {', '.join(f'{key} {value}' for key, value in MXFP4_WEIGHTS.items())} with plain activations is"
+        )
+    plain = Dense()
+    experts = Mxfp4Packed(codes="weight_packed", scales="weight_scale")
+    return Recipes(plain, plain, _names(stated.get("ignore"), place), experts=experts)
 
 
 def _names(ignored: Any, place: str) -> tuple[str, ...]:

@@ -51,6 +51,12 @@ class Slot:
     """In the checkpoint."""
     part: Part | None = None
     """What this rank keeps; None is everything."""
+    spare_rows: int = 0
+    """A checkpoint may have so many rows of zeros behind these. The slot has a `part` along dim 0 then."""
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a checkpoint's tensor may have this shape."""
+        return shape in (self.shape, (self.shape[0] + self.spare_rows, *self.shape[1:]))
 
     @property
     def local_shape(self) -> tuple[int, ...]:

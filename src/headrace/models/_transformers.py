@@ -107,7 +107,7 @@ class HostedModel:
         if not factory.is_plain:
             raise ValueError(f"{kind} is run by the transformers library, unquantised: choose such a checkpoint")
         settings = _settings(config)
-        specs = _examine(kind, settings, factory.dtype)
+        specs = _examine(kind, settings)
         with _WithoutWeights(), torch.device(factory.device):
             whole = _construct(settings, factory.dtype)
         self.weights = _weight_map(whole, factory)
@@ -183,6 +183,11 @@ class _Given(nn.Module):
 
     hidden: Tensor
 
+    @property
+    def decoder(self) -> _Given:
+        """Some heads (OPT's) ask this part of the body."""
+        return self
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -240,8 +245,10 @@ def _construct(settings: Any, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_config(settings, attn_implementation=NAME, dtype=dtype).eval()
 
 
-def _examine(kind: str, settings: Any, dtype: torch.dtype) -> list[AttentionSpec]:
-    """The attention of each layer."""
+def _examine(kind: str, settings: Any) -> list[AttentionSpec]:
+    """The attention of each layer. In bfloat16 whatever the model's dtype is: grouped products know no other where
+    tensors have no values."""
+    dtype = torch.bfloat16
     calls: list[_Call] = []
 
     def record(call: _Call) -> Tensor:
@@ -262,11 +269,19 @@ def _examine(kind: str, settings: Any, dtype: torch.dtype) -> list[AttentionSpec
                 if name not in accepted:
                     raise refuse(f"its forward pass takes no {name}")
             hidden = torch.empty(1, 2, whole.get_input_embeddings().weight.shape[1], dtype=dtype)
-            whole.base_model(inputs_embeds=hidden, position_ids=torch.arange(2)[None], use_cache=False)
+            found = whole.base_model(inputs_embeds=hidden, position_ids=torch.arange(2)[None], use_cache=False)
+            given = _Given()
+            given.hidden = found.last_hidden_state
+            setattr(whole, whole.base_model_prefix, given)
+            whole(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)  # the head alone
     except ValueError as error:
         if str(error).startswith(kind):
             raise
         raise refuse(f"{type(error).__name__}: {error}") from error
+    except KeyError as error:  # a table of attention classes by name
+        if error.args == (NAME,):
+            raise refuse("its attention takes no attention function") from error
+        raise refuse(f"KeyError: {error}") from error
     except Exception as error:  # foreign code may fail in any way; whatever it is, this architecture can't be run
         raise refuse(f"{type(error).__name__}: {error}") from error
     for call in calls:

@@ -130,7 +130,6 @@ class DeepseekV4Model(CausalLm):
     layer_kinds = frozenset({"compressed"})
     has_experts = True
     reads_mxfp4 = True
-    is_capturable = False  # its attention has no kernels yet, and the oracle asks for lengths
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = _unified(config)

@@ -92,7 +92,6 @@ class Glm5NextModel(CausalLm):
     model_types = ("glm5_next_text", "glm5_next")
     layer_kinds = frozenset({"pooled", "latent", "state"})
     has_experts = True
-    is_capturable = False  # choosing pools has no kernels yet, and the oracle asks for lengths
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = _unified(config)

@@ -47,6 +47,7 @@ ALIASES: Mapping[str, str] = {
     "num_shared_experts": "n_shared_experts",
 }
 """Published configs' keys -> those that transformers reads as well."""
+K3_KEYS = ("attn_res_block_size", "latent_moe_use_norm", "mla_use_output_gate", "routed_expert_hidden_size")
 DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 1_048_576,
     "rms_norm_eps": 1e-5,
@@ -142,6 +143,11 @@ def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp 
 
 def _unified(config: HfConfig) -> HfConfig:
     """Published configs and those that transformers writes, under one set of keys."""
+    of_k3 = sorted(key for key in K3_KEYS if config.get(key))
+    if of_k3:
+        raise ValueError(
+            f"{config.place}: {', '.join(of_k3)}: those are keys of Kimi-K3: set model_kwargs: {{model_type: kimi_k3}}"
+        )
     scoring = config.text("moe_router_activation_func", "sigmoid")
     if scoring != "sigmoid":
         raise ValueError(f"{config.place}: moe_router_activation_func {scoring!r} is not known: it must be sigmoid")

@@ -59,7 +59,6 @@ class MiniMaxM3Model(CausalLm):
     model_types = ("minimax_m3_vl_text", "minimax_m3_vl")
     layer_kinds = frozenset({"full", "sparse"})
     has_experts = True
-    is_capturable = False  # its kernels have not been captured on a GPU yet
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = _text(config)

@@ -12,6 +12,7 @@ from headrace.layers.decoder import COMMON_RULES
 from headrace.layers.experts import ExpertAct, Experts, corrected_routing, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
+from headrace.layers.latent_experts import experts_latent
 from headrace.layers.mamba import MambaSizes, mamba, mamba_fused, mamba_rules, time_limits
 from headrace.layers.mlp import PlainMlp
 from headrace.layers.port import Layer
@@ -129,6 +130,7 @@ def _mlp(config: HfConfig, factory: LayerFactory, name: str, kind: str) -> Plain
         )
     if act != "relu2" or has_bias:
         raise ValueError(f"{config.place}: experts with mlp_hidden_act {act!r} or mlp_bias are not known: only relu2")
+    latent = config.optional_integer("moe_latent_size")
     return factory.experts(
         f"{name}.mlp",
         hidden_size=hidden_size,
@@ -139,7 +141,7 @@ def _mlp(config: HfConfig, factory: LayerFactory, name: str, kind: str) -> Plain
         has_correction=True,
         shared_size=config.integer("moe_shared_expert_intermediate_size"),
         shared_act=act,
-        latent_size=config.optional_integer("moe_latent_size"),
+        latent=experts_latent(factory, f"{name}.mlp", hidden_size=hidden_size, size=latent),
     )
 
 

@@ -15,6 +15,8 @@ from headrace.server.tenancy import REQUEST_ID_HEADER, Caller
 __all__ = ["Envelope"]
 
 _ID = REQUEST_ID_HEADER.encode()
+_PROBES = "/health"
+"""Answers below it are no requests that failed: a startup probe gets 503 for as long as a model loads."""
 
 
 class Envelope:
@@ -39,7 +41,7 @@ class Envelope:
 
     def _complete(self, scope: Scope, message: Message) -> None:
         status = message["status"]
-        if status >= 400 and status != GONE_STATUS:
+        if status >= 400 and status != GONE_STATUS and not scope["path"].startswith(_PROBES):
             self._metrics.count("request_error", str(status))
         headers = message.setdefault("headers", [])
         if all(name != _ID for name, _ in headers):

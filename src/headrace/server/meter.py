@@ -11,7 +11,14 @@ from headrace.front.collector import Choice, Collector
 from headrace.server.metrics import ABORTS, Metrics
 from headrace.types import Logprobs, RequestTimes
 
-__all__ = ["Meter"]
+__all__ = ["LEFT", "Meter"]
+
+LEFT = {
+    "disconnected": "the client has disconnected",
+    "requested": "aborted by its request_id",
+    "deadline": "the deadline of its call has passed",
+}
+"""Ways in which a client ends a request, in words."""
 
 NUM_STARTS = 64
 """How many requests that began tell the pace."""
@@ -62,8 +69,8 @@ class Meter:
             self._end(choice, choice.finish, "")
 
     def abandon(self, collectors: Iterable[Collector], reason: str) -> None:
-        """The rest of a request that was ended from outside; `reason` is one of `ABORTS`, or else a fault."""
-        finish = "abort" if reason in ABORTS else "error"
+        """The rest of a request that was ended from outside; `reason`: of `ABORTS`, a deadline, or else a fault."""
+        finish = "abort" if reason in ABORTS else "timeout" if reason == "deadline" else "error"
         for collector in collectors:
             for choice in collector.choices:
                 self._end(choice, finish, reason)

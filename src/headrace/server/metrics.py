@@ -21,7 +21,7 @@ PREFIX = "trtllm_"
 ENGINE_TYPE = "pytorch"
 
 FINISHES = ("stop", "length", "abort", "timeout", "error")
-ABORTS = ("disconnected", "shutting_down", "other")
+ABORTS = ("disconnected", "requested", "shutting_down", "other")
 ERROR_CODES = ("400", "401", "404", "405", "408", "413", "415", "429", "500", "503", "504")
 
 COUNTERS = {
@@ -35,7 +35,7 @@ BY_LABEL = {
     "request_success": ("finished_reason", FINISHES[:2], "Requests that ended by themselves."),
     "requests": ("finish_reason", FINISHES, "Requests that ended."),
     "request_abort": ("reason", ABORTS, "Requests that were ended from outside."),
-    "request_error": ("http_code", ERROR_CODES, "Answers with an error."),
+    "request_error": ("http_code", ERROR_CODES, "Answers with an error; those of health checks are not among them."),
 }
 LATENCY = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
 FIRST_TOKEN = [
@@ -59,19 +59,66 @@ HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
 }
 
 HELP = {
+    "engine_ready": "1 while requests are answered; 0 while it loads, drains, has stalled or has failed.",
+    "engine_stalled": "1 while requests run and no step has ended for stall_timeout_s.",
+    "gpu_memory_usage_bytes": "What the engine has taken of each device's memory, as planned at start.",
+    "cpu_memory_usage_bytes": "Memory that the runtime's process has resident.",
+    "pinned_memory_usage_bytes": "Host memory for KV blocks that a device copies to and from.",
+    "model_config_info": "1; the labels tell the model.",
+    "parallel_config_info": "1; the labels tell the ranks.",
+    "speculative_config_info": "1; the labels tell how tokens are drafted.",
+    "kv_cache_config_info": "1; the labels tell the settings of the KV cache.",
+    "num_requests_running": "Sequences that have a slot of the engine.",
+    "num_requests_waiting": "Sequences that wait for their first step, or to go on after a pause.",
+    "num_tokens_waiting": "Prompt tokens of requests that wait for their first step.",
+    "queue_oldest_seconds": "How long the one has waited that came first of those that wait.",
+    "max_num_active_requests": "Most sequences that may run at once.",
+    "num_context_requests": "Sequences of the last step whose prompts it computed; 0 at rest.",
+    "num_generation_requests": "Sequences of the last step that it gave tokens; 0 at rest.",
+    "num_paused_requests": "Sequences that the last step paused for want of blocks; 0 at rest.",
+    "num_scheduled_requests": "Sequences of the last step; 0 at rest.",
+    "scheduled_batch_size": "Sequences of the last step; 0 at rest.",
+    "total_context_tokens": "Prompt tokens that the last step computed; 0 at rest.",
+    "avg_decoded_tokens_per_iter": "Tokens that the last step generated, per sequence; 0 at rest.",
+    "prefill_batch_occupancy": "Prompt tokens of the last step as a share of max_num_tokens; 0 at rest.",
+    "iteration_latency_seconds": "Time of the last step.",
+    "max_batch_size_static": "max_batch_size, as it was set.",
+    "max_batch_size_runtime": "Most sequences in a step now.",
+    "max_num_tokens_runtime": "Most tokens computed in a step now.",
+    "kv_cache_hit_rate": "Share of prompt tokens that were found, since the start.",
+    "kv_cache_iter_reuse_rate": "Share of their blocks that the latest admitted prompts found.",
+    "kv_cache_utilization": "Share of the device's blocks that requests hold.",
+    "kv_cache_host_utilization": "Share of the host tier's blocks that hold something.",
+    "kv_cache_max_blocks": "Blocks of the device.",
+    "kv_cache_used_blocks": "Device blocks that requests or copies hold.",
+    "kv_cache_cached_blocks": "Device blocks that nobody holds and that a prefix may find.",
+    "kv_cache_free_blocks": "Device blocks with nothing in them.",
+    "kv_cache_pinned_blocks": "Device blocks that pins keep.",
+    "kv_cache_tokens_per_block": "Tokens that a block has room for.",
     "steps": "Steps of the engine.",
     "step_seconds": "Time that steps took.",
     "step_tokens": "Tokens computed in steps.",
     "eager_fallbacks": "Steps of generation only that ran without a CUDA graph although graphs are on.",
+    "num_requests_completed": "Sequences that the engine has finished by itself.",
+    "num_requests_admitted": "Sequences that were given a slot.",
     "num_requests_preempted": "Requests that were paused for want of blocks.",
-    "kv_cache_hit_rate": "Share of prompt tokens that were found, since the start.",
-    "kv_cache_iter_reuse_rate": "Share of their blocks that the latest admitted prompts found.",
-    "kv_cache_utilization": "Share of the device's blocks that requests hold.",
-    "num_tokens_waiting": "Prompt tokens of requests that wait for their first step.",
-    "queue_oldest_seconds": "How long the one has waited that came first of those that wait.",
-    "gpu_memory_usage_bytes": "What the engine has taken of each device's memory, as planned at start.",
-    "pinned_memory_usage_bytes": "Host memory for KV blocks that a device copies to and from.",
-    "kv_cache_cached_blocks": "Device blocks that nobody holds and that a prefix may find.",
+    "kv_cache_reused_blocks": "Blocks of admitted prompts that were found.",
+    "kv_cache_missed_blocks": "Blocks of admitted prompts that had to be computed.",
+    "kv_cache_iter_reused_blocks": "The same as kv_cache_reused_blocks, under the name of the iteration statistics.",
+    "kv_cache_iter_full_reused_blocks": "Those of the reused blocks that were found whole.",
+    "kv_cache_iter_partial_reused_blocks": "Those of the reused blocks of which a part was found.",
+    "kv_cache_iter_missed_blocks": "The same as kv_cache_missed_blocks, under the name of the iteration statistics.",
+    "kv_cache_gen_alloc_blocks": "Blocks that were taken for generated tokens.",
+    "kv_cache_onboard_bytes": "Bytes of blocks copied from the host to the device.",
+    "kv_cache_offload_bytes": "Bytes of blocks copied from the device to the host.",
+    "kv_cache_intra_device_copy_bytes": "Bytes of blocks copied on the device, where one is shared in part.",
+    "kv_cache_disk_prefetch_blocks": "Blocks read from the disk before their requests were admitted.",
+    "kv_cache_disk_write_bytes": "Bytes of blocks written to the disk tier.",
+    "kv_cache_disk_read_bytes": "Bytes of blocks read from the disk tier.",
+    "kv_cache_evicted_blocks": "Cached blocks that made room for others.",
+    "kv_cache_failed_transfers": "Copies of blocks between tiers that failed.",
+    "prompt_cache_hit_tokens": "Prompt tokens that admitted sequences found, by the tier they were on.",
+    "prefill_batch_tokens": "Prompt tokens of a step that computed any.",
     "grammar_compile_seconds": "Time to compile the grammar of a request.",
 }
 
@@ -174,5 +221,4 @@ class _Told:
 
 
 def _help(name: str) -> str:
-    text = name.replace("_", " ")
-    return HELP.get(name, f"{text[0].upper()}{text[1:]}.")
+    return HELP.get(name, "Not described.")

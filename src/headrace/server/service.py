@@ -22,7 +22,7 @@ from headrace.server.errors import Unavailable
 from headrace.server.feed import Feed
 from headrace.server.job import Job
 from headrace.server.link import RuntimeLink
-from headrace.server.meter import Meter
+from headrace.server.meter import LEFT, Meter
 from headrace.server.metrics import Metrics
 from headrace.server.parsing import choose_parsing
 from headrace.server.prepare import Kitchen, Prepared
@@ -267,16 +267,16 @@ class Service:
             raise Unavailable("the engine gave no answer in time", code="no_answer")
         return answer
 
-    def abort(self, job: Job) -> None:
-        """The client has gone: stop its work at once, queued or running."""
+    def abort(self, job: Job, reason: str = "disconnected") -> None:
+        """The client has gone, or whatever else `LEFT` names: stop its work at once, queued or running."""
         if job not in self.jobs:
             return
-        self.counters.disconnected += 1
-        log.info("request %s: the client has disconnected", job.answer.label)
+        self.counters.disconnected += reason == "disconnected"
+        log.info("request %s: %s", job.answer.label, LEFT[reason])
         self._abort_ids(job)
-        self.meter.abandon(job.collectors, "disconnected")
+        self.meter.abandon(job.collectors, reason)
         job.ended = True
-        self._deliver_one(job, b"", RequestError("the client has disconnected", status=GONE_STATUS))
+        self._deliver_one(job, b"", RequestError(LEFT[reason], status=GONE_STATUS))
 
     def _abort_ids(self, job: Job) -> None:
         ids = [request_id for collector in job.collectors for request_id in self.router.remove(collector)]

@@ -9,15 +9,17 @@ const GAP_S = 4;
 export class Chart {
   #series;
   #format;
+  #whole;
   #span;
   #data = [];
   #width = 0;
   #pointer = null;
 
-  /** `series`: { name, line } each, where `line` is the number of its colour. `format` writes a value in words. */
-  constructor({ title, note, series, format, span = 120, top = 1 }) {
+  /** `series`: { name, line } each, where `line` is the number of its colour. `format` writes a value in words. `whole`: values have no halves. */
+  constructor({ title, note, series, format, span = 120, top = 1, whole = false }) {
     this.#series = series;
     this.#format = format;
+    this.#whole = whole;
     this.#span = span;
     this.top = top;
     this.values = series.map(() => h("b", null, "–"));
@@ -62,7 +64,7 @@ export class Chart {
     if (width < 80 || !this.element.isConnected) return;
     const inner = { width: width - PAD.left - PAD.right, height: HEIGHT - PAD.top - PAD.bottom };
     const visible = this.#data.map((points) => points.filter(([at]) => at >= -this.#span));
-    const top = niceTop(Math.max(this.top, ...visible.flat().map(([, value]) => value ?? 0)));
+    const top = niceTop(Math.max(this.top, ...visible.flat().map(([, value]) => value ?? 0)), this.#whole);
     const x = (at) => PAD.left + inner.width * (1 + at / this.#span);
     const y = (value) => PAD.top + inner.height * (1 - value / top);
     const parts = [];
@@ -127,8 +129,8 @@ function nearest(points, time) {
   return best;
 }
 
-/** The next of 1, 2, 4, 5, 10 and so on. */
-function niceTop(value) {
+/** The next of 1, 2, 4, 5, 10 and so on; `whole`: half of it, which has a tick too, is a whole number. */
+function niceTop(value, whole) {
   const base = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 4, 5, 10].map((step) => step * base).find((top) => top >= value * 0.999);
+  return [1, 2, 4, 5, 10].map((step) => step * base).find((top) => top >= value * 0.999 && (!whole || top % 2 === 0));
 }

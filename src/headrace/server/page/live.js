@@ -22,7 +22,7 @@ export class Live {
     this.#charts = {
       tokens: new Chart({ title: "Tokens per second", note: "all requests", format: number, top: 10, series: [{ name: "Output", line: 1 }, { name: "Prompt", line: 2 }] }),
       first: new Chart({ title: "Time to first token", note: "of the last 15 s", format: seconds, top: 0.05, series: [{ name: "Mean", line: 1 }, { name: "95%", line: 2 }] }),
-      requests: new Chart({ title: "Requests", note: "sequences", format: number, top: 4, series: [{ name: "Running", line: 1 }, { name: "Waiting", line: 2 }] }),
+      requests: new Chart({ title: "Requests", note: "sequences", format: number, whole: true, top: 4, series: [{ name: "Running", line: 1 }, { name: "Waiting", line: 2 }] }),
       blocks: new Chart({ title: "KV blocks", note: "share of the device's", format: percent, top: 0.1, series: [{ name: "Used", line: 1 }, { name: "Cached", line: 3 }] }),
     };
     const spans = h("select", { id: "span", onchange: (event) => this.#setSpan(Number(event.target.value)) },
@@ -65,7 +65,7 @@ export class Live {
     this.#charts.first.show([mean, high], none);
     this.#charts.requests.show([history.gauge("num_requests_running"), history.gauge("num_requests_waiting")], none);
     this.#charts.blocks.show(["used", "cached"].map((state) => history.series((sample) => (sample.values.get(`kv_cache_${state}_blocks`) ?? 0) / (sample.values.get("kv_cache_max_blocks") || 1))), none);
-    this.#tile("output", number(last(output) ?? 0), `${number(last(prompt) ?? 0)} prompt tokens / s`);
+    this.#tile("output", number(last(output) ?? 0), `${number(last(prompt) ?? 0)} prompt tokens\u00a0/\u00a0s`);
     this.#tile("first", seconds(last(mean)), last(mean) === null ? "no request of late" : `95% within ${seconds(last(high))}`);
     this.#tile("running", number(get("num_requests_running")), `of at most ${number(get("max_num_active_requests"))}`);
     this.#tile("waiting", number(get("num_requests_waiting")), get("request_queue_time_seconds_count") ? `${seconds(get("request_queue_time_seconds_sum") / get("request_queue_time_seconds_count"))} on average` : "nobody has waited");
@@ -87,7 +87,7 @@ export class Live {
       if (code && value) facts.push([`Answers with status ${code}`, number(value)]);
     }
     facts.push(
-      ["Prompt tokens", number(get("step_tokens_total{kind=context}"))],
+      ["Prompt tokens computed", number(get("step_tokens_total{kind=context}"))],
       ["Output tokens", number(get("step_tokens_total{kind=generation}"))],
       ["Steps", number(get("steps_total"))],
       ["Last step", seconds(get("iteration_latency_seconds"))],

@@ -37,7 +37,7 @@ export class Setup {
       ["Longest sequence", `${number(info.max_seq_len)} tokens`],
       ["Most sequences in a step", number(info.max_batch_size)],
       ["Most tokens in a step", number(info.max_num_tokens)],
-      ["KV cache", `${number(kv.max_tokens)} tokens in ${number(kv.num_blocks)} blocks of ${kv.tokens_per_block}`],
+      ["KV\u00a0cache", `${number(kv.max_tokens)} tokens in ${number(kv.num_blocks)} blocks of ${kv.tokens_per_block}`],
       ["Prefix reuse", kv.block_reuse ? `from ${count(kv.reuse_granularity, "token")}` : "off"],
       ["Start took", seconds(info.startup_s)],
       ["Headrace", info.version],

@@ -168,13 +168,18 @@ function contents(entry) {
   return [
     h("p", { class: "tip-head" }, h("code", null, shown(entry.token)), h("span", null, `${percent(share)} · log-probability ${entry.logprob.toFixed(3).replace("-", "−")}`)),
     others.length
-      ? h("ol", { class: "options" }, rows.map((one) => option(one, one.token === entry.token && one.logprob === entry.logprob)), rest > 0.0005 && h("li", { class: "rest" }, h("span", null, "all others"), h("i"), h("b", null, percent(rest))))
+      ? h("ol", { class: "options" }, rows.map((one) => option(one, one.token === entry.token && one.logprob === entry.logprob)), rest > 0.0005 && h("li", { class: "rest" }, h("span", null, "all others"), bar(rest), h("b", null, percent(rest))))
       : h("p", { class: "muted" }, "Choose how many alternatives to ask for in the settings."),
   ];
 }
 
 function option(one, isChosen) {
-  const bar = h("i");
-  bar.style.setProperty("--share", Math.exp(one.logprob).toFixed(4));
-  return h("li", { class: isChosen ? "chosen" : null }, h("code", null, shown(one.token)), bar, h("b", null, percent(Math.exp(one.logprob))));
+  const share = Math.exp(one.logprob);
+  return h("li", { class: isChosen ? "chosen" : null }, h("code", null, shown(one.token)), bar(share), h("b", null, percent(share)));
+}
+
+function bar(share) {
+  const drawn = h("i");
+  drawn.style.setProperty("--share", share.toFixed(4));
+  return drawn;
 }

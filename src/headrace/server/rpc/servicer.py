@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import msgspec
@@ -30,6 +30,8 @@ from headrace.server.tenancy import Caller
 
 __all__ = ["Servicer", "headers_of", "refuse"]
 
+DEADLINE_SLACK_S = 0.1
+"""The client's clock began before ours: it ends a call by so much before the deadline that we know of."""
 STALL_TIMEOUT_S = 30.0
 """A client that takes nothing for so long is given up."""
 KV_PERIOD_S = 0.1
@@ -95,7 +97,9 @@ class Servicer:
             await self._write(job, context)
         finally:
             self._jobs.pop(name or job.answer.id, None)
-            self._service.abort(job)  # finds something to do only where the call was cut
+            left_s = cast("float | None", context.time_remaining())  # None: no deadline
+            # Finds something to do only where the call was cut.
+            self._service.abort(job, "deadline" if left_s is not None and left_s < DEADLINE_SLACK_S else "disconnected")
 
     async def _write(self, job: Job, context: Context) -> None:
         """A write waits until the client has room for it."""
@@ -155,7 +159,7 @@ class Servicer:
         job = self._jobs.get(request.request_id)
         if job is None:
             return message("AbortResponse")(success=False, message="no such request runs in this process")
-        self._service.abort(job)
+        self._service.abort(job, "requested")
         return message("AbortResponse")(success=True, message="")
 
     async def model_info(self, request: Any, context: Context) -> Any:
