@@ -7,7 +7,7 @@ import click
 import pytest
 
 from headrace import __version__
-from headrace.cli.main import COMMANDS, LazyGroup, cli, report, run, wants_traceback
+from headrace.cli.main import COMMANDS, LazyGroup, cli, is_interrupt, report, run, wants_traceback
 
 
 def test_help_and_version_load_nothing_heavy() -> None:
@@ -91,3 +91,15 @@ def test_completion_offers_models() -> None:
 def test_pull_lists_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["pull", "--list"]) == 0
     assert "smollm2" in capsys.readouterr().out
+
+
+def test_ctrl_c_that_a_library_made_an_error_of() -> None:
+    try:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("cannot load") from error
+    except RuntimeError as error:
+        assert is_interrupt(error)
+    assert is_interrupt(ValueError('Error building "enum" validator:\n  KeyboardInterrupt: '))
+    assert not is_interrupt(ValueError("port in use"))

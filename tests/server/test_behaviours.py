@@ -181,7 +181,8 @@ def test_choices_and_seeds(real: Real) -> None:
     "fields", [{"top_k": 1}, {"top_p": 0.01}, {"bad_token_ids": [260]}, {"logit_bias": {"28": -100}}]
 )
 def test_log_probabilities_are_finite(real: Real, fields: dict[str, Any]) -> None:
-    choice = ask(real, prompt=FRANCE, max_tokens=4, temperature=1, logprobs=5, **fields)["choices"][0]
+    any_token = {"ignore_eos": True, "skip_special_tokens": False, **fields}
+    choice = ask(real, prompt=FRANCE, max_tokens=4, temperature=1, logprobs=5, **any_token)["choices"][0]
     lists = choice["logprobs"]
     assert "".join(lists["tokens"]) == choice["text"] and len(lists["token_logprobs"]) == 4
     values = [*lists["token_logprobs"], *(value for top in lists["top_logprobs"] for value in top.values())]

@@ -72,7 +72,8 @@ class TestMetrics:
             assert post(server, max_tokens=30, timeout=0.2).status_code == 200  # by the fake, in time
             assert post(server, n=0).status_code == 400
             long = '{"prompt": "abc", "max_tokens": 3000, "stream": true, "n": 3}'
-            send_and_leave(server, long, after=lambda: len(loop.running) == 3)
+            first_tokens = "time_to_first_token_seconds_count"
+            send_and_leave(server, long, after=lambda: value(scrape(server), first_tokens) == 8 + 3)
             assert until(lambda: is_empty(server, loop))
             loop.fault = "broken kernel"
             assert post(server, n=2).status_code == 500
@@ -89,7 +90,7 @@ class TestMetrics:
             assert value(series, "request_error_total", http_code="400") == 1
             assert value(series, "request_error_total", http_code="500") == 1
             # Without a token: max_tokens=0 and the two that failed at once.
-            assert value(series, "time_to_first_token_seconds_count") == 14 - 3
+            assert value(series, first_tokens) == 14 - 3
             assert value(series, "e2e_request_latency_seconds_count") == 14
             # The tokenizer begins each prompt with a token of its own.
             assert value(series, "prompt_tokens_total") == 3 * 2 + 4 * 6

@@ -111,13 +111,29 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _say(f"headrace: {one_line(error)}")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        _say("interrupted")
-        return INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:
         return 1
     except Exception as error:
-        return report(error, debug=wants_traceback(typed))
+        return _interrupted() if is_interrupt(error) else report(error, debug=wants_traceback(typed))
     return code if isinstance(code, int) else 0
+
+
+def _interrupted() -> int:
+    _say("interrupted")
+    return INTERRUPTED
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether an error came of a Ctrl-C: it fell into a library that made its own of it. Some, not written in Python,
+    keep the name alone (pydantic's SchemaError, while models are being defined)."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt) or KeyboardInterrupt.__name__ in str(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def one_line(error: click.ClickException) -> str:
