@@ -333,9 +333,9 @@ class HostedMap(WeightMap):
     """The library's own, of names that older checkpoints have."""
 
     def canonical(self, name: str) -> str:
-        from transformers.core_model_loading import apply_renamings
-
-        return apply_renamings(name, list(self.renamings))
+        for renaming in self.renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
     def is_ignored(self, name: str) -> bool:
         is_unread = any(re.search(pattern, name) for pattern in self.unread)
