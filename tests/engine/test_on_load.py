@@ -7,6 +7,7 @@ from pathlib import Path
 from headrace.config.llm_args import LlmArgs
 from headrace.engine.rank import Rank
 from headrace.hub.source import resolve_model
+from headrace.layers.attention import Attention
 from headrace.layers.decoder import PreNormLayer
 from headrace.layers.parallel import ParallelContext
 from headrace.quant.fp8_on_load import Fp8OnLoad
@@ -23,7 +24,7 @@ def test_all_layers_but_the_first_and_the_last(tmp_path: Path) -> None:
     rank = Rank(args, resolve_model(str(tmp_path)), ParallelContext(), num_valid_ids=None)
     recipes = []
     for layer in rank.model.layers:
-        assert isinstance(layer, PreNormLayer)
+        assert isinstance(layer, PreNormLayer) and isinstance(layer.attention, Attention)
         recipes.append(type(layer.attention.qkv.recipe))
     assert recipes == [Dense, *[Fp8OnLoad] * 6, Dense]
     rank.close()
