@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -129,6 +132,24 @@ def test_either_side_may_be_the_wide_one(
     tuning = grouped.GroupedTuning(64, 64, 4, 2, is_weights_first)
     monkeypatch.setattr(grouped, "tuned", lambda *_, **__: tuning)
     check_run(Moved("triton", device), CASES[name])
+
+
+def test_fixed_tiles_are_the_same_whatever_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    import headrace.kernels.moe.triton as module
+    from headrace.kernels.moe.fixed import FixedMoe
+
+    seen: list[list[object]] = []
+    launch = module.launch_grouped
+
+    def launched(*args: Any, tuning: object, **options: Any) -> Tensor:
+        seen[-1].append(tuning)
+        return launch(*args, tuning=tuning, **options)
+
+    monkeypatch.setattr(module, "launch_grouped", launched)
+    for num_tokens in (1, 40):
+        seen.append([])
+        check_run(FixedMoe(), replace(CASES["mxfp4, half"], num_tokens=num_tokens))
+    assert seen[0] == seen[1] and None not in seen[0] and len(seen[0]) >= 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -297,7 +297,7 @@ def launch_grouped(
     assert x.stride(1) == 1 and data.is_contiguous() and num_pairs % max(len(x), 1) == 0
     is_gated = act_after is not None and act_after.is_gated
     num_out, num_in = stacked.out_features // (2 if is_gated else 1), stacked.in_features
-    chosen = tuning or tuned(stacked, tiles, is_gated=is_gated)
+    chosen = tuning or tuned(stacked, tiles.rows, is_gated=is_gated, is_few=tiles.max_tiles <= FEW_TILES)
     constants = _constants(act, stacked, act_after, chosen, num_out=num_out)
     out = torch.empty((num_pairs, num_out), dtype=out_dtype, device=x.device)
     if not num_pairs:
@@ -377,15 +377,19 @@ def scale_kinds(act: Quantised, stacked: Stacked) -> tuple[str, str]:
     return "output", "one" if act.scales.numel() == 1 and stacked.form.kind == "static" else "row"
 
 
-def tuned(stacked: Stacked, tiles: Tiles, *, is_gated: bool) -> GroupedTuning:
-    """What was fastest on an H200 of the forms that `benchmarks/gpu_experts.py` tries."""
-    rows = tiles.rows
+def tuned(stacked: Stacked, rows: int, *, is_gated: bool, is_few: bool = False) -> GroupedTuning:
+    """What was fastest on an H200 of the forms that `benchmarks/gpu_experts.py` tries.
+
+    Args:
+        rows: of a tile.
+        is_few: there are at most FEW_TILES tiles.
+    """
     if stacked.data.dtype == torch.float32:
         return GroupedTuning(32, 32, 4, 2)
     if stacked.storage == "mxfp4":
         if rows > 64 and not is_gated:
             return GroupedTuning(128, 64, 8, 3)
-        if rows == 16 and tiles.max_tiles <= FEW_TILES and stacked.in_features > 64:
+        if rows == 16 and is_few and stacked.in_features > 64:
             return GroupedTuning(32, 128, 4, 4)
         return GroupedTuning(64, 64, 4, 4)
     inputs = 128 if rows <= SOME_ROWS or stacked.storage == "fp8" else 64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from headrace.kernels.moe._triton_grouped import GroupedTuning, tuned
+from headrace.kernels.moe.port import Stacked
 from headrace.kernels.moe.triton import TritonMoe
 
 __all__ = ["FixedMoe"]
@@ -13,3 +15,7 @@ class FixedMoe(TritonMoe):
     def rows_of_tile(self, num_pairs: int, num_experts: int) -> int:
         """Always those of few tokens."""
         return 16
+
+    def tuning_of(self, stacked: Stacked, rows: int, *, is_gated: bool) -> GroupedTuning:
+        """The same for few tiles and for many."""
+        return tuned(stacked, rows, is_gated=is_gated)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headrace.kernels.moe._triton_grouped import launch_combine, launch_grouped
+from headrace.kernels.moe._triton_grouped import GroupedTuning, launch_combine, launch_grouped
 from headrace.kernels.moe._triton_route import launch_route, launch_sort
-from headrace.kernels.moe.port import ExpertWeights, Routed, Routing
+from headrace.kernels.moe.port import ExpertWeights, Routed, Routing, Stacked
 from headrace.kernels.quantise import quantise
 
 __all__ = ["TritonMoe"]
@@ -44,6 +44,7 @@ class TritonMoe:
             act_after=prepared.act,
             factors=None,
             out_dtype=prepared.dtype,
+            tuning=self.tuning_of(prepared.gate_up, rows, is_gated=prepared.act.is_gated),
         )
         results = launch_grouped(
             quantise(hidden, prepared.down.form),
@@ -53,8 +54,13 @@ class TritonMoe:
             act_after=None,
             factors=factors,
             out_dtype=x.dtype,
+            tuning=self.tuning_of(prepared.down, rows, is_gated=False),
         )
         return launch_combine(results, routed.ids, first_expert=first_expert, num_experts=num_experts)
+
+    def tuning_of(self, stacked: Stacked, rows: int, *, is_gated: bool) -> GroupedTuning | None:
+        """None: by how many tiles there are as well."""
+        return None
 
     def rows_of_tile(self, num_pairs: int, num_experts: int) -> int:
         return tile_rows(num_pairs, num_experts)
