@@ -10,11 +10,12 @@ import torch
 from gpu_timing import DEVICE, FP8_TFLOP_S, HALF_TFLOP_S, Result, eight, half, memory_us, time_us
 from torch import Tensor
 
-from headrace.kernels.moe._triton_grouped import GroupedTuning, launch_grouped
+from headrace.kernels.moe._triton_grouped import GroupedTuning
+from headrace.kernels.moe._triton_packed import Packed, PackedTuning
 from headrace.kernels.moe._triton_route import launch_route, launch_sort
 from headrace.kernels.moe.port import ExpertAct, ExpertWeights, Routing, Stacked
 from headrace.kernels.moe.triton import TritonMoe, tile_rows
-from headrace.kernels.quantise import Form, quantise
+from headrace.kernels.quantise import Form
 
 EXPERT_SHAPES = {
     # experts, chosen, hidden, inner, how weights are stored
@@ -25,6 +26,9 @@ EXPERT_SHAPES = {
 }
 EXPERT_TILES = [GroupedTuning(outputs, inputs, warps, stages, is_weights_first)
                 for is_weights_first in (False, True) for outputs in (32, 64, 128, 256) for inputs in (64, 128)
+                for warps in (4, 8) for stages in (3, 4, 5) if outputs >= 64 or not is_weights_first]  # fmt: skip
+PACKED_TILES = [PackedTuning(outputs, warps, stages, is_weights_first)
+                for is_weights_first in (False, True) for outputs in (32, 64, 128, 256)
                 for warps in (4, 8) for stages in (3, 4, 5) if outputs >= 64 or not is_weights_first]  # fmt: skip
 
 
@@ -48,6 +52,7 @@ def experts(tune: bool) -> Iterator[Result]:
         act = ExpertAct(limit=7.0, alpha=1.702, up_offset=1.0, is_interleaved=True) if kind == "mxfp4" else ExpertAct()
         gate_up, down = stacked(num, 2 * inner, hidden, kind), stacked(num, hidden, inner, kind)
         weights = ExpertWeights(gate_up, down, act, torch.bfloat16)
+        prepared = TritonMoe().prepare(weights)
         for tokens in (1, 16, 64, 256, 2048, 8192):
             pairs = tokens * chosen
             routing = Routing(num, chosen, normalise=True)
@@ -63,32 +68,36 @@ def experts(tune: bool) -> Iterator[Result]:
             rate = (FP8_TFLOP_S if kind.startswith("fp8") else HALF_TFLOP_S) * 1e6
             tiles = [launch_sort(part.ids, **place) for part in routed]
             inners = [half(pairs, inner) for _ in range(4)]
-            for side, source, after in ((gate_up, x, act), (down, inners, None)):
-                inputs = [quantise(part, side.form) for part in source]
-                options = {"num_pairs": pairs, "act_after": after, "factors": None, "out_dtype": torch.bfloat16}
+            for side, ready, source, after in (
+                (gate_up, prepared.gate_up, x, act), (down, prepared.down, inners, None)
+            ):  # fmt: skip
                 floor = max(
                     memory_us(side.size_bytes * used / num), 2 * pairs * side.out_features * side.in_features / rate
                 )
 
-                def call(i: int, tuning: GroupedTuning | None = None) -> Tensor:
-                    return launch_grouped(inputs[i], side, tiles[i], tuning=tuning, **options)
+                def call(i: int, tuning: GroupedTuning | PackedTuning | None = None) -> Tensor:
+                    return TritonMoe().product(
+                        source[i], ready, tiles[i], pairs, act_after=after, out_dtype=torch.bfloat16, tuning=tuning
+                    )
 
                 note = f"{rows} rows a tile, {used:.0f} experts"
                 if tune:
-                    note += f"; best {best_tuning(call, EXPERT_TILES)}"
+                    note += f"; best {best_tuning(call, PACKED_TILES if isinstance(ready, Packed) else EXPERT_TILES)}"
                 part = "gate_up" if after else "down"
                 yield Result(f"grouped product ({part})", f"{name}: {tokens} tokens", floor, time_us(call, 4), note)
             floor = max(
                 memory_us((gate_up.size_bytes + down.size_bytes) * used / num),
                 2 * pairs * 3 * hidden * inner / rate,
             )
-            us = time_us(lambda i: TritonMoe().run(x[i], routed[i], weights), 4)
+            us = time_us(lambda i: TritonMoe().run(x[i], routed[i], prepared), 4)
             yield Result("experts, routed", f"{name}: {tokens} tokens", floor, us)
 
 
-def best_tuning(call: Callable[[int, GroupedTuning], object], choices: Sequence[GroupedTuning]) -> str:
+def best_tuning(
+    call: Callable[[int, GroupedTuning | PackedTuning], object], choices: Sequence[GroupedTuning | PackedTuning]
+) -> str:
     """The fastest of those that the device has room for."""
-    found: list[tuple[float, GroupedTuning]] = []
+    found: list[tuple[float, GroupedTuning | PackedTuning]] = []
     for choice in choices:
         try:
             found.append((time_us(lambda i: call(i, choice), 4, repeats=3), choice))

@@ -139,41 +139,58 @@ def test_fixed_tiles_are_the_same_whatever_their_number(monkeypatch: pytest.Monk
     from headrace.kernels.moe.fixed import FixedMoe
 
     seen: list[list[object]] = []
-    launch = module.launch_grouped
+    launches = {name: getattr(module, name) for name in ("launch_grouped", "launch_packed")}
 
-    def launched(*args: Any, tuning: object, **options: Any) -> Tensor:
-        seen[-1].append(tuning)
-        return launch(*args, tuning=tuning, **options)
+    for name, launch in launches.items():
 
-    monkeypatch.setattr(module, "launch_grouped", launched)
+        def launched(*args: Any, tuning: object, launch: Any = launch) -> Tensor:
+            seen[-1].append(tuning)
+            return launch(*args, tuning=tuning)
+
+        monkeypatch.setattr(module, name, launched)
     for num_tokens in (1, 40):
         seen.append([])
         check_run(FixedMoe(), replace(CASES["mxfp4, half"], num_tokens=num_tokens))
-    assert seen[0] == seen[1] and None not in seen[0] and len(seen[0]) >= 2
+    assert seen[0] == seen[1] and len({type(tuning) for tuning in seen[0]}) == 2  # one side of this case is packed
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_code_of_mxfp4(device: str) -> None:
-    """A unit vector reads one column of a weight: all sixteen codes with scales from tiny to large."""
-    import headrace.kernels.moe._triton_grouped as grouped
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_inputs", [32, 64])
+def test_every_code_of_mxfp4(device: str, dtype: torch.dtype, num_inputs: int) -> None:
+    """A unit vector reads one column of a weight: all sixteen codes with scales from tiny to large. Of 64 inputs the
+    weight is repacked."""
+    from headrace.kernels.moe._triton_packed import Packed
     from headrace.kernels.moe._triton_route import launch_sort
-    from headrace.kernels.moe.port import Stacked
-    from headrace.kernels.quantise import Quantised
+    from headrace.kernels.moe.port import ExpertAct, Stacked
+    from headrace.kernels.moe.triton import TritonMoe
     from tests.kits.moe import E2M1
 
-    codes = torch.arange(16).repeat(2)  # [32]
-    packed = (codes[0::2] | codes[1::2] << 4).to(torch.uint8).expand(1, 16, 16).contiguous()
-    exponents = torch.arange(100, 132, 2).to(torch.uint8).view(1, 16, 1)
-    stacked = Stacked("mxfp4", packed.to(device), exponents.to(device))
-    tiles = launch_sort(torch.zeros(32, 1, dtype=torch.int32, device=device), num_experts=1, first_expert=0, rows=16)
-    out = grouped.launch_grouped(
-        Quantised(torch.eye(32, device=device)),
-        stacked,
-        tiles,
-        num_pairs=32,
-        act_after=None,
-        factors=None,
-        out_dtype=torch.float32,
-    )
-    expected = torch.tensor(E2M1).repeat(2)[:, None] * 2.0 ** (exponents.view(-1).float() - 127)
+    blocks = num_inputs // 32
+    codes = torch.arange(16).repeat(num_inputs // 16)
+    packed = (codes[0::2] | codes[1::2] << 4).to(torch.uint8).expand(1, 16, num_inputs // 2).contiguous()
+    exponents = torch.arange(98, 130, 2).view(1, 16, 1).expand(1, 16, blocks) - torch.arange(blocks) * 3
+    stacked = Stacked("mxfp4", packed.to(device), exponents.to(torch.uint8).to(device))
+    backend = TritonMoe()
+    side = backend.prepare(ExpertWeights(stacked, stacked, ExpertAct(is_gated=False), dtype)).down
+    assert isinstance(side, Packed) == (num_inputs == 64)
+    ids = torch.zeros(num_inputs, 1, dtype=torch.int32, device=device)
+    tiles = launch_sort(ids, num_experts=1, first_expert=0, rows=16)
+    unit = torch.eye(num_inputs, device=device, dtype=dtype)
+    out = backend.product(unit, side, tiles, num_inputs, out_dtype=torch.float32)
+    scales = 2.0 ** (exponents[0].float() - 127).repeat_interleave(32, 1)  # [16, inputs]
+    expected = (torch.tensor(E2M1)[codes] * scales).T
     torch.testing.assert_close(out.cpu(), expected, atol=0, rtol=0)
+
+
+def test_what_cannot_be_repacked() -> None:
+    """Scales above 2, whose products with 2 ** 126 no bfloat16 holds, and inputs that are no multiple of 64."""
+    from headrace.kernels.moe._triton_packed import can_pack
+    from headrace.kernels.moe.port import Stacked
+
+    def side(num_inputs: int, exponent: int) -> Stacked:
+        scales = torch.full((2, 8, num_inputs // 32), 120, dtype=torch.uint8)
+        scales[1, 3, 0] = exponent
+        return Stacked("mxfp4", torch.zeros(2, 8, num_inputs // 2, dtype=torch.uint8), scales)
+
+    assert can_pack(side(128, 128)) and not can_pack(side(128, 129)) and not can_pack(side(96, 120))

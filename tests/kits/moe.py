@@ -61,6 +61,16 @@ CASES = {
     "fp8 blocks": Case(recipe="fp8_block", dtype=torch.bfloat16, hidden=256, inner=128, num_experts=3),
     "mxfp4": Case(recipe="mxfp4", hidden=64, inner=96, bias=True, num_experts=3),
     "mxfp4, half": Case(recipe="mxfp4", dtype=torch.bfloat16, hidden=160, inner=64, num_experts=3),
+    "mxfp4, interleaved": Case(
+        act=ExpertAct(limit=0.7, alpha=1.7, up_offset=1.0, is_interleaved=True),
+        recipe="mxfp4",
+        bias=True,
+        hidden=128,
+        inner=192,
+        num_tokens=40,
+        dtype=torch.bfloat16,
+    ),
+    "mxfp4, no gate": Case(act=ExpertAct("relu2", is_gated=False), recipe="mxfp4", hidden=64, inner=64),
 }
 
 

@@ -1,4 +1,5 @@
-"""Triton products of tokens sorted by expert with that expert's weight: plain, FP8 and MXFP4 (see `Stacked`).
+"""Triton products of tokens sorted by expert with that expert's weight: plain, FP8, and MXFP4 whose sizes or scales
+keep it from being repacked (see `Stacked`, and `_triton_packed.py`).
 
 The first product has the activation behind it: a program computes the same columns of gate and up.
 """
@@ -271,40 +272,40 @@ def _grouped_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & mask[None, :])
 
 
+class Options(NamedTuple):
+    """Of a product, whatever its weights."""
+
+    num_pairs: int
+    act_after: ExpertAct | None
+    """The activation behind a product of gate and up; None is none."""
+    factors: Tensor | None
+    """[num_pairs] float32, what results are multiplied with."""
+    out_dtype: torch.dtype
+
+
 def launch_grouped(
-    act: Quantised,
-    stacked: Stacked,
-    tiles: Tiles,
-    *,
-    num_pairs: int,
-    act_after: ExpertAct | None,
-    factors: Tensor | None,
-    out_dtype: torch.dtype,
-    tuning: GroupedTuning | None = None,
+    act: Quantised, stacked: Stacked, tiles: Tiles, options: Options, *, tuning: GroupedTuning
 ) -> Tensor:
     """Multiply each pair's row with its expert's weight.
 
     Args:
         act: [tokens, in] or [num_pairs, in], in the form that `stacked` wants.
-        act_after: the activation behind a product of gate and up; None is none.
-        factors: [num_pairs] float32, what results are multiplied with.
-        tuning: None is the measured choice.
 
     Returns:
         [num_pairs, out], or half as wide behind a gate; rows of pairs in no tile are undefined.
     """
     x, data = act.data, stacked.data
+    num_pairs, act_after, factors, out_dtype = options
     assert x.stride(1) == 1 and data.is_contiguous() and num_pairs % max(len(x), 1) == 0
     is_gated = act_after is not None and act_after.is_gated
     num_out, num_in = stacked.out_features // (2 if is_gated else 1), stacked.in_features
-    chosen = tuning or tuned(stacked, tiles.rows, is_gated=is_gated, is_few=tiles.max_tiles <= FEW_TILES)
-    constants = _constants(act, stacked, act_after, chosen, num_out=num_out)
+    constants = _constants(act, stacked, act_after, tuning, num_out=num_out)
     out = torch.empty((num_pairs, num_out), dtype=out_dtype, device=x.device)
     if not num_pairs:
         return out
     usual = act_after or ExpertAct()
     w_scale = data if stacked.scales is None else stacked.scales
-    grid(_grouped_kernel, -(-num_out // chosen.outputs), tiles.max_tiles)(
+    grid(_grouped_kernel, -(-num_out // tuning.outputs), tiles.max_tiles)(
         x,
         data,
         out,
@@ -323,7 +324,7 @@ def launch_grouped(
         PAIRS_A_ROW=num_pairs // len(x),
         ROWS=tiles.rows,
         HAS_FACTORS=factors is not None,
-        num_warps=chosen.warps,
+        num_warps=tuning.warps,
         **constants,
     )
     return out
@@ -377,7 +378,7 @@ def scale_kinds(act: Quantised, stacked: Stacked) -> tuple[str, str]:
     return "output", "one" if act.scales.numel() == 1 and stacked.form.kind == "static" else "row"
 
 
-def tuned(stacked: Stacked, rows: int, *, is_gated: bool, is_few: bool = False) -> GroupedTuning:
+def tuned(stacked: Stacked, rows: int, *, is_gated: bool, is_few: bool) -> GroupedTuning:
     """What was fastest on an H200 of the forms that `benchmarks/gpu_experts.py` tries.
 
     Args:

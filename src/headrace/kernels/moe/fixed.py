@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.kernels.moe._triton_grouped import GroupedTuning, tuned
-from headrace.kernels.moe.port import Stacked
+from headrace.kernels.moe._triton_route import Tiles
 from headrace.kernels.moe.triton import TritonMoe
 
 __all__ = ["FixedMoe"]
@@ -16,6 +15,6 @@ class FixedMoe(TritonMoe):
         """Always those of few tokens."""
         return 16
 
-    def tuning_of(self, stacked: Stacked, rows: int, *, is_gated: bool) -> GroupedTuning:
+    def are_few(self, tiles: Tiles) -> bool:
         """The same for few tiles and for many."""
-        return tuned(stacked, rows, is_gated=is_gated)
+        return False
