@@ -234,7 +234,7 @@ class TestSettings:
             with pytest.raises(NotImplementedError, match=next(iter(arguments))):
                 call("a", **arguments)
 
-    @pytest.mark.parametrize("name", ["encode", "get_data_transceiver_state", "start_profile", "stop_profile"])
+    @pytest.mark.parametrize("name", ["encode", "get_data_transceiver_state"])
     def test_later_methods_are_named(self, llm: LLM, name: str) -> None:
         with pytest.raises(NotImplementedError, match=name):
             getattr(llm, name)()
@@ -244,6 +244,29 @@ class TestSettings:
     def test_cache_salt_is_not_empty(self, llm: LLM) -> None:
         with pytest.raises(RequestError, match="cache_salt"):
             llm.generate("a", cache_salt="")
+
+
+class TestProfile:
+    def test_the_runtime_is_asked(self, llm: LLM) -> None:
+        llm.start_profile(num_steps=2, activities=["CPU"])
+        assert llm.stop_profile() == ["trace-0.json"]
+        with pytest.raises(ValueError, match="activities: must be of CPU and GPU, got 'cpu'"):
+            llm.start_profile(activities=["cpu"])
+
+    def test_a_trace_is_written(self, tmp_path: Path) -> None:
+        from tests.twin.harness import tiny_llama
+
+        folder = tiny_llama(tmp_path)
+        with LLM(folder, skip_tokenizer_init=True, engine_threads=1, profile_dir=str(tmp_path)) as llm:
+            (name,) = llm.start_profile()
+            llm.generate([5, 17, 40], SamplingParams(max_tokens=4))
+            assert llm.stop_profile() == [name]
+            assert json.loads((tmp_path / name).read_text())["traceEvents"]
+            with pytest.raises(ValueError, match="start one first"):
+                llm.stop_profile()
+        off = LLM(folder, skip_tokenizer_init=True, engine_threads=1)
+        with off, pytest.raises(ValueError, match="profile_dir"):
+            off.start_profile()
 
 
 class TestEnd:

@@ -292,6 +292,17 @@ class LLM:
         """The pinned prompts, in the order they were pinned."""
         return self._client.pins(timeout)
 
+    def start_profile(
+        self, *, num_steps: int = 0, start_step: int = 0, activities: Sequence[str] = (), timeout: float = 60
+    ) -> list[str]:
+        """Trace the engine into `profile_dir`; 0 steps: until `stop_profile`. activities: CPU, GPU. -> its file"""
+        wanted = wire.Profile(start=True, num_steps=num_steps, start_step=start_step, activities=[*activities])
+        return self._client.profile(wanted, timeout)
+
+    def stop_profile(self, *, timeout: float = 60) -> list[str]:
+        """End the trace; returns when it is written. -> its file"""
+        return self._client.profile(wire.Profile(start=False), timeout)
+
     # ---- facts -------------------------------------------------------------------------------
 
     @property
@@ -336,19 +347,11 @@ class LLM:
     def __reduce__(self) -> Any:
         raise TypeError("an LLM can't be pickled: make one in each process")
 
-    # ---- what is not there yet ---------------------------------------------------------------
-
     def encode(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("LLM.encode is not built yet (encode-only mode)")
 
     def get_data_transceiver_state(self) -> bytes:
         raise NotImplementedError("LLM.get_data_transceiver_state is not built yet (KV transfer between servers)")
-
-    def start_profile(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("LLM.start_profile is not built yet (profiling)")
-
-    def stop_profile(self) -> None:
-        raise NotImplementedError("LLM.stop_profile is not built yet (profiling)")
 
 
 def open_default_runtime(args: LlmArgs, source: ModelSource, on_message: Callable[[wire.Down], None]) -> Link:

@@ -27,7 +27,7 @@ log = get("front")
 
 JOIN_TIMEOUT_S = 4.0
 
-_Answer = TypeVar("_Answer", wire.Stats, wire.KvEvents, wire.Pins)
+_Answer = TypeVar("_Answer", wire.Stats, wire.KvEvents, wire.Pins, wire.Profiled)
 
 
 class Link(Protocol):
@@ -59,7 +59,7 @@ class Client:
         self._settled = threading.Event()  # info or failure is there
         self._inbox: queue.SimpleQueue[wire.Down | None] = queue.SimpleQueue()
         self._answers: dict[type[wire.Answer], queue.SimpleQueue[wire.Answer | None]] = {
-            kind: queue.SimpleQueue() for kind in (wire.Stats, wire.KvEvents, wire.Pins)
+            kind: queue.SimpleQueue() for kind in (wire.Stats, wire.KvEvents, wire.Pins, wire.Profiled)
         }
         """None: there won't be any more. What comes too late for a caller is there for the next one."""
         self._asking = threading.Lock()
@@ -159,6 +159,15 @@ class Client:
     def unpin(self, name: str, timeout_s: float) -> bool:
         """Give a pin up; False: there is none of that name. Raises as `_ask` does."""
         return self._ask(wire.Unpin(next(self._calls), name), wire.Pins, timeout_s).found
+
+    def profile(self, wanted: wire.Profile, timeout_s: float) -> list[str]:
+        """Begin or end a trace. -> names of its files. Raises as `_ask` does, and ValueError: why nothing was done."""
+        if unknown := set(wanted.activities) - {"CPU", "GPU"}:
+            raise ValueError(f"activities: must be of CPU and GPU, got {min(unknown)!r}")
+        answer = self._ask(wanted, wire.Profiled, timeout_s)
+        if answer.error:
+            raise ValueError(answer.error)
+        return answer.files
 
     def _ask(self, question: wire.Question, kind: type[_Answer], timeout_s: float) -> _Answer:
         """What the runtime answers, between two steps.
