@@ -17,7 +17,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from gpu_experts import experts
+from gpu_fla import fla
 from gpu_flashinfer import flashinfer
+from gpu_latent import latent
 from gpu_recurrent import recurrent
 from gpu_timing import DEVICE, FP8_TFLOP_S, HALF_TFLOP_S, Result, eight, half, memory_us, time_us
 
@@ -351,6 +353,8 @@ SECTIONS = {
     "layer": layer,
     "head": head,
     "recurrent": recurrent,
+    "latent": partial(latent, step_of=step_of),
+    "fla": fla,
     "flashinfer": partial(flashinfer, spec=SPEC, step_of=step_of, caches=caches),
 }
 

@@ -21,6 +21,10 @@ class Variable:
 CACHE = Variable("HEADRACE_CACHE", "folder", "~/.cache/headrace", "Where fetched models and measured choices are kept.")
 LOG_LEVEL = Variable("HEADRACE_LOG_LEVEL", "log level", "info", "Least important messages shown; a flag goes first.")
 API_KEY = Variable("HEADRACE_API_KEY", "text", "", "Key that clients have to send; several are separated by commas.")
+FLA = Variable(
+    "HEADRACE_FLA", "auto, always or never", "auto",
+    "Prompts of delta-rule layers on the kernels of fla-core, on a GPU: auto goes by measurements.",
+)  # fmt: skip
 XDG_CACHE_HOME = Variable(
     "XDG_CACHE_HOME", "folder", "~/.cache", "The user's cache folder, in which HEADRACE_CACHE lies by default."
 )
@@ -35,7 +39,7 @@ OTLP_TRACES_PROTOCOL = Variable(
 OTLP_PROTOCOL = Variable("OTEL_EXPORTER_OTLP_PROTOCOL", "text", "", "The same, where the variable above is not set.")
 
 VARIABLES: tuple[Variable, ...] = (
-    CACHE, LOG_LEVEL, API_KEY, XDG_CACHE_HOME, METRICS_FOLDER, OTLP_TRACES_PROTOCOL, OTLP_PROTOCOL,
+    CACHE, LOG_LEVEL, API_KEY, FLA, XDG_CACHE_HOME, METRICS_FOLDER, OTLP_TRACES_PROTOCOL, OTLP_PROTOCOL,
 )  # fmt: skip
 
 
@@ -66,6 +70,18 @@ def asked_log_level() -> str | None:
 def api_keys() -> list[str]:
     """API keys; empty when the server is open."""
     return [key.strip() for key in _text(API_KEY).split(",") if key.strip()]
+
+
+def fla() -> str:
+    """`auto`, `always` or `never`.
+
+    Raises:
+        ValueError: another word.
+    """
+    wanted = (_text(FLA) or FLA.default).lower()
+    if wanted not in ("auto", "always", "never"):
+        raise ValueError(f"{FLA.name} must be auto, always or never, not {wanted!r}")
+    return wanted
 
 
 def metrics_folder() -> str:

@@ -150,9 +150,11 @@ def test_a_long_context_is_cut_in_parts(triton: Moved, case: Case) -> None:
 def test_what_was_mixed_comes_in_the_form_that_is_wanted(triton: Moved, kind: Any) -> None:
     world = World(Case(lengths=(9, 4)))
     form = Form(kind, torch.tensor([0.02]) if kind == "static" else None)
-    step, packed = world.step([(0, 9), (1, 4)], [0, 0]), world.projected([(0, 9), (1, 4)], [0, 0])
-    act = triton.run(packed, cache=world.new_cache(triton), step=step, spec=world.spec, form=form)
-    plain = LatentTorch().run(packed, cache=world.new_cache(triton), step=step, spec=world.spec)
+    rows = [(0, 9), (1, 4)]
+    step = world.step(rows, [0, 0])
+    cache = world.new_cache(triton)
+    act = triton.run(world.projected(rows, [0, 0]), cache=cache, step=step, spec=world.spec, form=form)
+    plain = LatentTorch().run(world.projected(rows, [0, 0]), cache=cache, step=step, spec=world.spec)
     assert act.data.dtype == FP8
     torch.testing.assert_close(dequantise(act), plain.data, atol=0.04, rtol=0.07)
 

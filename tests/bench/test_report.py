@@ -196,6 +196,32 @@ def test_comparing(record: Record) -> None:
     assert compare(before, after, threshold=0.6).num_worse == 0
 
 
+@pytest.mark.parametrize(
+    ("before_s", "after_s", "verdict", "ratio"),
+    [
+        (0.0, 0.0, "same", "n/a"),
+        (0.0, 0.000_004, "same", "n/a"),
+        (0.0, 0.001, "worse", "n/a"),
+        (0.001, 0.0, "better", "0.000"),
+    ],
+)
+def test_comparing_with_0(before_s: float, after_s: float, verdict: str, ratio: str, record: Record) -> None:
+    """A share of 0 says nothing; tokens that arrive together, and no request within its limits, are 0."""
+    point = make_point(record, CLOSED, slo=Slo(e2e_s=1e-9))
+    itl, goodput = point.latency["itl_s"], point.goodput
+    assert itl is not None and goodput is not None and goodput.requests_per_s == 0
+
+    def report(itl_s: float, requests_per_s: float) -> Report:
+        latency = {"itl_s": msgspec.structs.replace(itl, p50=itl_s)}
+        good = msgspec.structs.replace(goodput, requests_per_s=requests_per_s)
+        return report_of(msgspec.structs.replace(point, latency=latency, goodput=good), tasks=record.tasks)
+
+    found = compare(report(before_s, 0.0), report(after_s, 1.0))
+    rows = {line[:22].strip(): line.split()[-2:] for line in comparison_table(found).splitlines()}
+    assert rows["ITL p50 (ms)"] == [ratio, verdict] and rows["goodput requests/s"] == ["n/a", "better"]
+    assert rows["ITL p99 (ms)"] == ["1.000", "same"]
+
+
 def test_the_page_escapes_what_it_shows(record: Record) -> None:
     report = report_of(make_point(record, CLOSED), tasks=record.tasks, model={**FACTS["model"], "name": "<script>x"})
     page = as_page(report, {"one": b"PNG"})

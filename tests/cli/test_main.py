@@ -103,3 +103,15 @@ def test_ctrl_c_that_a_library_made_an_error_of() -> None:
         assert is_interrupt(error)
     assert is_interrupt(ValueError('Error building "enum" validator:\n  KeyboardInterrupt: '))
     assert not is_interrupt(ValueError("port in use"))
+
+
+def test_a_second_ctrl_c_while_the_first_is_answered() -> None:
+    code = (
+        "from headrace.cli import main as place\n"
+        "def cut(*_): raise KeyboardInterrupt\n"
+        "place._say = cut\n"
+        "place.cli.main = cut\n"
+        "place.main([])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")

@@ -75,7 +75,29 @@ def test_a_command_line_of_the_documents() -> None:
 
 @pytest.mark.parametrize("spelling", ["--tensor_parallel_size", "--tensor-parallel-size", "--tp_size", "--tp-size"])
 def test_every_spelling_of_a_flag(spelling: str) -> None:
-    assert served("m", spelling, "2").args.tensor_parallel_size == 2
+    resolved = served("m", spelling, "2")
+    assert resolved.args.tensor_parallel_size == 2 and resolved.origin("tensor_parallel_size") == spelling
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--free_gpu_memory_fraction", "2"], "--free_gpu_memory_fraction: kv_cache_config.free_gpu_memory_fraction"),
+        (["--kv-cache-free-gpu-mem-fraction=2"], "--kv-cache-free-gpu-mem-fraction: kv_cache_config.free_gpu_memory"),
+        (["--tp_size", "2", "--tensor-parallel-size", "0"], "--tensor-parallel-size: tensor_parallel_size"),
+        (["--tensor_parallel_size", "0", "--tokenizer", "--tp_size"], "--tensor_parallel_size: tensor_parallel_size"),
+        (["--max-queue-size=-1"], "--max-queue-size: max_queued_requests"),
+    ],
+    ids=str,
+)
+def test_an_error_names_a_flag_as_it_was_typed(words: list[str], named: str) -> None:
+    result = run("m", *words)
+    assert result.exit_code == 2 and result.output.startswith(named), result.output
+
+
+def test_a_value_that_nobody_typed_has_the_documented_name() -> None:
+    CliRunner().invoke(serve, ["m"], auto_envvar_prefix="X", env={"X_FLAG_TENSOR_PARALLEL_SIZE": "2"})
+    assert SEEN[-1].origin("tensor_parallel_size") == "--tensor_parallel_size"
 
 
 @pytest.mark.parametrize(
@@ -99,9 +121,10 @@ def test_switches() -> None:
 def test_a_switch_can_contradict_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
     file.write_text("enable_chunked_prefill: true\n")
-    result = run("m", "--config", str(file), "--disable_chunked_prefill")
-    assert result.exit_code == 2
-    assert f"--disable_chunked_prefill says false but {file}:1 says true" in result.output
+    for spelling in ("--disable_chunked_prefill", "--disable-chunked-prefill"):
+        result = run("m", "--config", str(file), spelling)
+        assert result.exit_code == 2
+        assert f"{spelling} says false but {file}:1 says true" in result.output
 
 
 @pytest.mark.parametrize("spelling", ["--config", "--extra_llm_api_options", "--extra-llm-api-options"])

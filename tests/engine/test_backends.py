@@ -49,6 +49,16 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+class FakeRecurrent(FakeLayer):
+    """Has what makes a layer a recurrent one."""
+
+    state: Any = None
+
+    def before(self, partial: Any, residual: Any, step: Any) -> Any: ...
+    def mix(self, mixer_input: Any, mixer: Any) -> Any: ...
+    def after(self, mixed: Any, residual: Any) -> Any: ...
+
+
 def kind(backends: Backends) -> str:
     return type(backends.of("heads")).__name__
 
@@ -63,6 +73,16 @@ def test_names_of_tensorrt_llm_mean_our_own(wanted: str) -> None:
 def test_flashinfer_needs_a_gpu() -> None:
     with pytest.raises(ValueError, match=r"^attn_backend FLASHINFER needs an NVIDIA GPU.*set it to AUTO$"):
         opened("FLASHINFER", [SPEC], device=CPU)
+
+
+def test_a_package_of_kernels_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.setenv("HEADRACE_FLA", "always")
+    layers: Any = [FakeLayer(SPEC), FakeRecurrent(None)]
+    half: dict[str, Any] = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "block_size": 32}
+    with pytest.raises(ValueError, match=r"HEADRACE_FLA.*pip install 'headrace\[fla\]'"):
+        open_backends("TRTLLM", layers, device=CUDA, **half)
+    assert kind(open_backends("TRTLLM", layers, device=CPU, **half)) == "CpuAttention"
 
 
 LATENT = LatentSpec(num_heads=4, rank=64, rope_dim=16, nope_dim=32, v_dim=32, scale=1.0)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from headrace.attention._layout import BlockLayout
 from headrace.engine import forward_graphs
+from headrace.engine.engine import Engine
 from headrace.engine.forward_graphs import ForwardGraphs
 from headrace.engine.rank import Rank
 from headrace.types import Request, Sampling
@@ -82,3 +84,24 @@ def test_what_is_not_captured(tmp_path: Path, pools: list[Pool], monkeypatch: py
     assert found == [False, True, True, True] and len(pools[0].graphs) == captured, (
         "a prompt alone is captured at start"
     )
+
+
+def test_steps_that_want_lengths_are_not_captured(
+    tmp_path: Path, pools: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long prompts of latent attention: neither at start nor when they come."""
+    asked: list[Any] = []
+
+    def of_long_prompts(_: Any, rows: Any, _spec: Any) -> bool:
+        asked.append(tuple(rows))
+        return sum(count for count, _ in rows) > 8
+
+    monkeypatch.setattr(BlockLayout, "wants_lengths", of_long_prompts)
+    core = open_runtime(tiny_llama(tmp_path))
+    for index, ids in enumerate([range(20), range(9, 4, -1)]):
+        run(core, [request(index, list(ids), max_tokens=1)], stagger=0)
+    assert isinstance(core.engine, Engine) and isinstance(core.engine._rank, Rank)
+    forwards = core.engine._rank.stepper.forwards
+    assert forwards is not None and {shape.num_tokens for shape in forwards._graphs} == {8}
+    core.engine.close()
+    assert {((8, 8),), ((32, 32),), ((20, 20),), ((5, 5),)} <= set(asked)

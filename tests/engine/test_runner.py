@@ -155,6 +155,15 @@ def test_wanted_rows_only(runner: Runner, log: list[str]) -> None:
     assert none.shape == (0, 3)
 
 
+def test_all_layers_have_to_want_lengths(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_long_prompts(rows: Any, spec: AttentionSpec) -> bool:
+        return rows[0][0] > (10 if spec.window is None else 20)
+
+    assert not runner.wants_lengths([(30, 30)])
+    monkeypatch.setattr(runner.backends[0], "wants_lengths", of_long_prompts)
+    assert [runner.wants_lengths([(count, count)]) for count in (5, 15, 30)] == [False, False, True]
+
+
 def test_no_autograd(runner: Runner) -> None:
     hidden = runner.forward(torch.tensor([5]), [attention_step([16]), attention_step([8])])
     assert hidden.is_inference()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.twin.harness import (
     tokens_of,
     transformers_greedy,
 )
-from tests.twin.test_deterministic import check_bits
+from tests.twin.test_deterministic import MXFP4_EXPERTS, check_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +53,13 @@ def generate(folder: Path, asked: list[Request], *, stagger: int, **changes: Any
         return {key: tokens_of(deltas) for key, deltas in run(core, asked, stagger=stagger).items()}
     finally:
         core.engine.close()
+
+
+def test_plain_attention_on_a_gpu(folder: Path) -> None:
+    """It reads lengths on the host, so its steps aren't captured, whatever the settings ask for."""
+    asked = requests(seeded=False)[:6]
+    plain = generate(folder, asked, stagger=1, attn_backend="VANILLA", cuda_graph_config=GRAPHS)
+    assert plain == generate(folder, asked, stagger=1, cuda_graph_config=GRAPHS)
 
 
 @pytest.mark.parametrize("stagger", [0, 2])
@@ -105,3 +113,10 @@ def test_deterministic_bits_are_a_requests_own(folder: Path, dtype: str, graphs:
 def test_deterministic_experts(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3_moe")
     check_bits(tmp_path, "bfloat16")
+
+
+def test_deterministic_packed_experts(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=64)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": MXFP4_EXPERTS}))
+    check_bits(tmp_path, "bfloat16", load_format="dummy")

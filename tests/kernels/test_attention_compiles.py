@@ -1,4 +1,5 @@
-"""Attention over heads of 512 features compiles for Hopper and holds what it works on, which needs no GPU."""
+"""Attention over heads of 512 features, and of latents, compiles for Hopper and holds what it works on, which
+needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from headrace.kernels import _triton_compressed as compressed, _triton_decode as decode, _triton_prefill as prefill
+from headrace.kernels import _triton_latent as latent, _triton_unfolded as unfolded
 from headrace.kernels.quantise import FP8
 
 TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
@@ -55,13 +57,33 @@ for q_type, kv_type, dtype, kv_dtype, compute in (
     build(compressed._compressed_kernel, types, dict(
         NUM_HEADS=64, HEADS=compressed.HEADS, DIM=512, DIM_BLOCK=512, BLOCK_SIZE=32, EVERY=4, WINDOW=128,
         HAS_ENTRIES=True, IS_CHOSEN=True, HAS_SINKS=True, TILE=compressed.MAX_TILE_ELEMENTS // 512, COMPUTE=compute), 8)
+
+for name, dtype, compute in (("bf16", torch.bfloat16, tl.bfloat16), ("fp32", torch.float32, tl.float32)):
+    tuning = unfolded.tuned(dtype)
+    types = dict.fromkeys(("q", "keys", "turned", "values", "out"), f"*{name}")
+    types |= dict(carry="*fp32", tiles="*i32", scale="fp32")
+    for has_carry in (False, True):
+        build(unfolded._unfolded_kernel, types, unfolded._unfolded_sizes(128, 64, 128) | dict(
+            TOKENS=tuning.tokens, TILE=tuning.tile, STAGES=tuning.stages, COMPUTE=compute,
+            HAS_CARRY=has_carry), tuning.warps)
+
+pairs, tile, warps, stages = latent.tuned(128, 512, torch.bfloat16)
+types = dict.fromkeys(("q", "turned_q", "cache", "out"), "*bf16") | dict(
+    chosen="*i64", tables="*i32", kv_lens="*i32", query_starts="*i32", partial="*fp32", counts="*i32",
+    scale="fp32", v_scale="fp32")
+for top, is_split in ((0, True), (0, False), (2048, False)):
+    build(latent._latent_kernel, types, latent._attend_sizes(128, 128, 512, 64) | dict(
+        HEADS=pairs, TOKENS=1, TOP=top, BLOCK_SIZE=32, TILE=tile, IS_SPLIT=is_split, HAS_WINDOW=False,
+        HAS_SINK_TOKENS=False, COMPUTE=tl.bfloat16, PART=512 + latent.PART_ENDS, STAGES=stages, CHAINED=False), warps)
+build(latent._merge_kernel, types, dict(
+    NUM_HEADS=128, HEADS=pairs, RANK=512, RANK_BLOCK=512, PART=512 + latent.PART_ENDS, MAX_PARTS=64, CHAINED=False), 4)
 print("all compiled")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_heads_of_512_compile_for_hopper() -> None:
+def test_attention_compiles_for_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]

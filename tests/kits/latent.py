@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from headrace.attention import _unfolding
 from headrace.attention._latent import Choice, IndexProjected, IndexSpec, LatentCache, LatentProjected, LatentSpec
 from headrace.attention.port import AttentionStep
 from headrace.kernels.rope import apply_rope_twin
@@ -197,6 +199,13 @@ class World:
         scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
         places = scores.topk(min(case.top, length), -1).indices
         return torch.zeros(length, length, dtype=torch.bool).scatter_(1, places, True)
+
+
+def pretend_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are unfolded, however short."""
+    monkeypatch.setattr(_unfolding, "PRODUCT_TFLOP_S", 1e12)
+    monkeypatch.setattr(_unfolding, "UNFOLDED_TFLOP_S", 1e12)
+    monkeypatch.setattr(_unfolding, "MIN_SAVED_US", 0.0)
 
 
 def assert_close(world: World, outputs: list[Tensor], *, done: Sequence[int] | None = None) -> None:

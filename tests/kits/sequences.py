@@ -158,7 +158,8 @@ class Sequences:
             write_slots=self._tensor(slots),
             max_query=max(len(ids) for _, ids in chunks),
             max_kv=max(kv_lens),
-            num_context_rows=_num_context_rows(chunks),
+            num_context_rows=(num_context := _num_context_rows(chunks)),
+            context_rows=tuple((len(ids), kv_len) for (_, ids), kv_len in zip(chunks[:num_context], kv_lens)),
         )
 
     def _tensor(self, values: Sequence[int | None]) -> Tensor:

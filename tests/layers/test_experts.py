@@ -25,7 +25,6 @@ from headrace.layers.experts_backend import find_backend
 from headrace.layers.factory import LayerFactory
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act
-from headrace.layers.recipes import read_recipes
 from headrace.layers.stacked import ExpertsShare, Side, StackedLinear
 from headrace.layers.weights import WeightMap
 from headrace.quant.fp8_block import Fp8Block
@@ -34,7 +33,6 @@ from headrace.quant.fp8_on_load import Fp8OnLoad
 from headrace.quant.int4_weight import Int4Weight
 from headrace.quant.mxfp4 import Mxfp4
 from headrace.quant.none import Dense
-from headrace.quant.port import ExpertsRecipe
 
 EXPERTS, HIDDEN, INNER = 5, 16, 12
 RULES = {
@@ -66,10 +64,11 @@ def build(
 ) -> tuple[Experts, Holder]:
     chosen: Any = recipe or Dense()
     factory = LayerFactory(dtype=dtype, recipe=lambda name: chosen, parallel=parallel, experts=setup)
+    factory.read(WeightMap((), RULES))
     made = factory.experts(
         "layers.0.mlp", hidden_size=hidden, intermediate_size=inner, **{"routing": ROUTING, **options}
     )
-    return made, Holder(factory.weight_map(RULES))
+    return made, Holder(factory.weight_map())
 
 
 def load(holder: Holder, folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -385,16 +384,3 @@ def test_every_reference_name_is_mapped() -> None:
 
     for choice in MoeBackend:
         assert find_backend(choice.value, "cuda" if choice.value == "TRITON" else "cpu") is not None
-
-
-def test_recipes_of_experts() -> None:
-    mxfp4 = read_recipes({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}})
-    assert isinstance(mxfp4.of_experts("layers.0.mlp.gate_up"), Mxfp4)
-    assert isinstance(mxfp4("layers.0.attention.qkv"), Dense)
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers.1.mlp"]}
-    blocks = read_recipes({"quantization_config": config})
-    found = [type(blocks.of_experts(f"layers.{index}.mlp.down")) for index in range(2)]
-    assert found == [Fp8Block, Dense]
-    shared = {**config, "modules_to_not_convert": ["model.layers.0.mlp.shared_expert"]}
-    assert isinstance(read_recipes({"quantization_config": shared})("layers.0.mlp.shared.down"), Dense)
-    assert isinstance(Dense(), ExpertsRecipe) and not isinstance(Int4Weight(), ExpertsRecipe)

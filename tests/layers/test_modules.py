@@ -14,7 +14,7 @@ from headrace.layers.factory import LayerFactory
 from headrace.layers.mlp import activation
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act, ForwardStep, Rope
-from headrace.layers.weights import Loadable
+from headrace.layers.weights import LinearNames, Loadable
 from headrace.quant.none import Dense
 
 
@@ -206,8 +206,8 @@ def test_replicated_linear() -> None:
 def test_recipes_are_chosen_by_module_name() -> None:
     asked: list[str] = []
 
-    def choose(name: str) -> Dense:
-        asked.append(name)
+    def choose(linear: LinearNames) -> Dense:
+        asked.append(linear.here)
         return Dense()
 
     factory = LayerFactory(dtype=torch.float32, recipe=choose)

@@ -42,6 +42,7 @@ from tests.kits.model import (
     prompt,
     tiny_config,
 )
+from tests.kits.plain_linears import check_plain_linears
 from tests.kits.tiny import ROWS, tiny_model
 
 
@@ -191,6 +192,10 @@ def test_fp8_weights(case: Case, row: str) -> None:
     assert not torch.equal(got, exact)
     likeness = float(torch.corrcoef(torch.stack((got.flatten(), exact.flatten())))[0, 1])
     assert likeness > ROUGH.get(row, 0.75), f"logits are like the exact ones by {likeness:.2f}"
+
+
+def test_linears_that_lists_leave_plain(case: Case) -> None:
+    check_plain_linears(read_config(case.source), load_file(case.source.path / "model.safetensors"))
 
 
 ROUGH = {"gemma4_text small": 0.4, "gemma4_text experts": 0.2}

@@ -71,6 +71,12 @@ def test_types_of_cache_and_weights() -> None:
     weights = planned(LLAMA_70B, ranks=Ranks(4), dtype="fp8")
     assert weights.tightest.facts.weight_bytes < 0.53 * plain.tightest.facts.weight_bytes
     assert weights.dtype == "bfloat16" and weights.storage.name == "fp8"
+    at_load = planned(LLAMA_70B, ranks=Ranks(4), force_dynamic_quantization=True)
+    ends = at_load.tightest.facts.weight_bytes - weights.tightest.facts.weight_bytes
+    fewer = planned({**LLAMA_70B, "num_hidden_layers": 79}, ranks=Ranks(4))
+    layer = plain.tightest.facts.weight_bytes - fewer.tightest.facts.weight_bytes
+    assert ends == pytest.approx(layer, rel=0.05), "of 80 layers two have two bytes a weight"
+    assert "weights fp8 at load, but for the first and the last layer" in as_text(at_load, [], length=1, concurrency=1)
     states = planned(QWEN3_NEXT, ranks=Ranks(4), max_batch_size=8, kv_cache_config={"mamba_ssm_cache_dtype": "float32"})
     assert states.tightest.groups[0].spec.dtype == "float32"
     with pytest.raises(ValueError, match=r"kv_cache_config.dtype: the size of 'fp8_ds_mla' is not known"):
@@ -99,7 +105,8 @@ def test_turning_down_ends_when_it_fits() -> None:
 
 def test_turning_down_from_nothing() -> None:
     changes = turn_down(planned(LLAMA_70B, "h100"), length=4096, concurrency=4)
-    assert [change.setting for change in changes][-1] in ("dtype", "tensor_parallel_size")
+    assert [change.setting for change in changes][-1] in ("force_dynamic_quantization", "tensor_parallel_size")
+    assert ("force_dynamic_quantization", "true") in [(change.setting, change.yaml) for change in changes]
     assert changes[-1].num_requests >= 4 and not changes[-1].problem
 
 
@@ -111,7 +118,7 @@ def test_a_batch_is_raised_to_what_is_wanted() -> None:
 def test_caps_are_the_first_to_go() -> None:
     plan = planned(LLAMA_70B, ranks=Ranks(8), kv_cache_config={"max_tokens": 4096})
     (change,) = turn_down(plan, length=4096, concurrency=4)
-    assert (change.setting, change.value) == ("kv_cache_config.max_tokens", None)
+    assert (change.setting, change.value, change.yaml) == ("kv_cache_config.max_tokens", None, "null")
 
 
 def test_nothing_helps() -> None:

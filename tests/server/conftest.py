@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from .browser import Browser, chromium
+from .field_kit import Served, serve
 from .harness import Server, running
 
 
@@ -14,6 +16,20 @@ from .harness import Server, running
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One that echoes prompts, shared by the tests of a file."""
     with running(tmp_path_factory.mktemp("model")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One whose fields are tried."""
+    with serve(tmp_path_factory.mktemp("model")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    """Of texts that are JSON or not."""
+    with httpx.Client(timeout=20, headers={"content-type": "application/json"}) as found:
         yield found
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from headrace.types import Request
-
-from .test_field_matrix import BODIES, CHAT, COMPLETIONS, MESSAGES, NO_INT, RESPONSES, Served, serve
+from .field_kit import BODIES, CHAT, COMPLETIONS, MESSAGES, NO_INT, RESPONSES, Served
 
 COUNT = (*NO_INT, "-1")
 NO_STOP = ("5", '[""]', "[5]", "{}")
@@ -75,19 +72,6 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "model": ("5",),
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    requests: list[Request] = []
-    with serve(tmp_path_factory.mktemp("model"), requests) as server:
-        yield Served(server, requests)
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=20, headers={"content-type": "application/json"}) as client:
-        yield client
 
 
 def post(served: Served, client: httpx.Client, api: str, name: str, value: str, *, stream: bool) -> httpx.Response:

@@ -5,36 +5,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
-from headrace.front.fake import FakeLoop, fake_info, says
-from headrace.front.text_side import TextSide
 from headrace.seeds import child_seed
 from headrace.server.bodies import GenerationBody
 from headrace.types import Request
 
-from .harness import Server, running, text_side
+from .field_kit import BODIES, BOS, CHAT, COMPLETIONS, EOS, MESSAGES, NO_INT, RESPONSES, SAID, Served, serve
+from .harness import Server
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ reasoning_effort or '' }}{{ suffix or '' }}"
-)
-HI = [{"role": "user", "content": "hi"}]
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": HI, "max_tokens": 40},
-    COMPLETIONS: {"prompt": "hi", "max_tokens": 40},
-    RESPONSES: {"input": "hi", "max_output_tokens": 40},
-    MESSAGES: {"messages": HI, "max_tokens": 40},
-}
 ALL, CHATS, LISTS = tuple(BODIES), (CHAT, RESPONSES, MESSAGES), (CHAT, COMPLETIONS)
-BOS, EOS = 256, 257
-SAID = [BOS, *b"abc", EOS, *b"def"]
-
-NO_INT = ('"five"', "1.5", "NaN", "true", "[]")
 NO_FLOAT = ('"x"', "NaN", "Infinity", "true", "1e39", "[]")
 NO_BOOL = ('"yes"', "1", "NaN", "[]")
 NO_TEXT = ("5", "[]", "{}", "true")
@@ -183,35 +166,6 @@ def prompt_ids_of(asked: Asked) -> list[int]:
     return {**answer, **answer.get("choices", [{}])[0]}["prompt_token_ids"]
 
 
-class Served(NamedTuple):
-    server: Server
-    requests: list[Request]
-
-
-def serve(folder: Path, requests: list[Request], **options: Any) -> Any:
-    def script(request: Request) -> Iterator[int]:
-        requests.append(request)
-        return says(SAID)(request)
-
-    def text() -> TextSide:
-        return text_side(folder, template=TEMPLATE)
-
-    return running(folder, loop=FakeLoop(fake_info(), script=script), load_text=text, **options)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    requests: list[Request] = []
-    with serve(tmp_path_factory.mktemp("model"), requests) as server:
-        yield Served(server, requests)
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=20, headers={"content-type": "application/json"}) as client:
-        yield client
-
-
 def post(server: Server, client: httpx.Client, api: str, body: str) -> httpx.Response:
     return client.post(server.url + api, content=body)
 
@@ -333,9 +287,8 @@ def test_an_apis_own_spelling(served: Served, client: httpx.Client, name: str) -
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    requests: list[Request] = []
-    with serve(tmp_path_factory.mktemp("thinking"), requests, reasoning_parser="deepseek_r1") as server:
-        yield Served(server, requests)
+    with serve(tmp_path_factory.mktemp("thinking"), reasoning_parser="deepseek_r1") as found:
+        yield found
 
 
 @pytest.mark.parametrize("api", ALL)

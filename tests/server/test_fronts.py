@@ -18,7 +18,7 @@ import pytest
 from headrace.server.run import bind
 from tests.cli.test_bad_input import checkpoint as checkpoint
 
-from .test_operations import Series, value
+from .series import Series, series_of, value
 from .test_service import until
 
 pytestmark = pytest.mark.slow  # each server starts three processes
@@ -69,17 +69,6 @@ def several(checkpoint: Path, tmp_path: Path) -> Iterator[Several]:
         yield server
     finally:
         server.end()
-
-
-def series_of(text: str) -> Series:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    return {
-        (sample.name, frozenset((k, v) for k, v in sample.labels.items() if k not in ("model_name", "engine_type"))):
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }  # fmt: skip
 
 
 def test_they_are_one_server(several: Several) -> None:

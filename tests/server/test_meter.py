@@ -11,7 +11,8 @@ from headrace import wire
 from headrace.front.fake import FakeLoop, fake_info
 
 from .harness import Server, running
-from .test_operations import post, scrape, value
+from .series import value
+from .test_operations import post, scrape
 
 
 def test_perplexity_of_who_wants_to_know(server: Server) -> None:

@@ -12,33 +12,22 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from headrace import wire
 from headrace.front.fake import FakeLoop, fake_info
 from headrace.server.service import Operations
 
 from .harness import MODEL, Server, events_of, running
+from .series import Series, series_of, value
 from .test_service import is_empty, send_and_leave, until
-
-Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def scrape(server: Server, path: str = "/metrics") -> Series:
     response = httpx.get(server.url + path)
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
-    found: Series = {}
-    for family in text_string_to_metric_families(response.text):
-        for sample in family.samples:
-            assert sample.labels["model_name"] == MODEL
-            labels = frozenset((k, v) for k, v in sample.labels.items() if k not in ("model_name", "engine_type"))
-            assert (sample.name, labels) not in found, "a series appears once"
-            found[sample.name, labels] = sample.value
-    return found
-
-
-def value(series: Series, name: str, **labels: str) -> float:
-    return series[f"trtllm_{name}", frozenset(labels.items())]
+    samples = [line for line in response.text.splitlines() if not line.startswith("#")]
+    assert all(f'model_name="{MODEL}"' in sample for sample in samples)
+    return series_of(response.text)
 
 
 def post(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,12 +123,30 @@ def request(request_id: int, prompt: Sequence[int], **changes: Any) -> Request:
     return Request(arrival_s=time.monotonic(), **fields)
 
 
-def transformers_greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
-    from transformers import AutoModelForCausalLM
+def drawn(seed: object, length: int, *, vocab_size: int) -> list[int]:
+    """Ids that depend on the seed alone: shorter ones are prefixes of longer ones."""
+    return [random.Random(f"{seed}:{at}").randrange(vocab_size) for at in range(length)]
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+def ask(
+    core: Core, prompts: Sequence[Sequence[int]], *, max_tokens: int, turn: int = 0, stagger: int = 0
+) -> tuple[list[list[int]], list[int]]:
+    """turn: of those of one core, since ids are not used twice. -> (answers, cached tokens)"""
+    some = [request(100 * turn + at, ids, max_tokens=max_tokens) for at, ids in enumerate(prompts)]
+    deltas = run(core, some, stagger=stagger)
+    return [tokens_of(deltas[each.id]) for each in some], [deltas[each.id][-1].cached_tokens for each in some]
+
+
+def greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """A model of transformers, computed anew for each token: its own caches are not asked."""
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            tokens.append(int(oracle(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+def transformers_greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    return greedy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), prompt, count)

@@ -3,8 +3,7 @@ was chunked, batched, resumed at a snapshot, preempted, or brought back from a l
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +12,11 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.runtime.core import Core
-from headrace.scheduler.section import SectionScheduler
-from headrace.types import Request
 from tests.kits.model import save_tiny
 from tests.kits.tiny import VOCAB_SIZE
 from tests.kits.tiny_kimi_k3 import save_kimi_k3
-from tests.twin.harness import BLOCK, open_runtime, request, run, tokens_of
+from tests.twin import harness
+from tests.twin.harness import BLOCK, drawn, greedy, open_runtime, request, run, tokens_of
 
 INTERVAL = 2 * BLOCK
 """Tokens between snapshots."""
@@ -36,7 +34,7 @@ PARAMS = SamplingParams(max_tokens=COUNT, detokenize=False, ignore_eos=True, end
 
 
 def draw(seed: object, length: int) -> list[int]:
-    return [random.Random(f"{seed}:{at}").randrange(VOCAB_SIZE) for at in range(length)]
+    return drawn(seed, length, vocab_size=VOCAB_SIZE)
 
 
 def prompts() -> list[list[int]]:
@@ -57,24 +55,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hybrid")
     oracle = save_kimi_k3(folder) if request.param == KIMI_K3 else save_tiny(folder, request.param)
-    return Model(folder, [greedy(oracle, ids) for ids in prompts()])
-
-
-def greedy(oracle: Any, ids: list[int]) -> list[int]:
-    """Computed anew for each token: transformers' own caches are not asked."""
-    tokens = list(ids)
-    with torch.inference_mode():
-        for _ in range(COUNT):
-            tokens.append(int(oracle(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(ids) :]
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Core]]:
-    cores: list[Core] = []
-    yield cores
-    for core in cores:
-        core.close()
+    return Model(folder, [greedy(oracle, ids, COUNT) for ids in prompts()])
 
 
 def start(opened: list[Core], model: Model, *, cache: dict[str, Any] | None = None, **changes: Any) -> Core:
@@ -83,15 +64,7 @@ def start(opened: list[Core], model: Model, *, cache: dict[str, Any] | None = No
     return core
 
 
-def requests(first_id: int = 0) -> list[Request]:
-    return [request(first_id + at, ids, max_tokens=COUNT) for at, ids in enumerate(prompts())]
-
-
-def ask(core: Core, *, turn: int = 0, stagger: int = 0) -> tuple[list[list[int]], list[int]]:
-    """-> (answers, cached tokens)"""
-    some = requests(100 * turn)
-    deltas = run(core, some, stagger=stagger)
-    return [tokens_of(deltas[each.id]) for each in some], [deltas[each.id][-1].cached_tokens for each in some]
+ask = partial(harness.ask, prompts=prompts(), max_tokens=COUNT)
 
 
 def at_snapshot(length: int) -> int:
@@ -166,16 +139,7 @@ def test_a_prompt_that_leaves_a_known_path_keeps_its_state_there(model: Model, o
 
 
 @pytest.mark.parametrize("policy", ["MAX_UTILIZATION", pytest.param("GUARANTEED_NO_EVICT", marks=pytest.mark.slow)])
-def test_tiny_pools(model: Model, opened: list[Core], policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted: list[Any] = []
-    take = SectionScheduler.take_preempted
-
-    def counted(self: SectionScheduler) -> list[Any]:
-        found = list(take(self))
-        preempted.extend(found)
-        return found
-
-    monkeypatch.setattr(SectionScheduler, "take_preempted", counted)
+def test_tiny_pools(model: Model, opened: list[Core], policy: str, preempted: list[Any]) -> None:
     core = start(
         opened,
         model,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +53,6 @@ def solo(folder: Path) -> dict[int, list[int]]:
     try:
         return {each.id: tokens_of(run(core, [each])[each.id]) for each in requests()}
     finally:
-        core.engine.close()
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Core]]:
-    cores: list[Core] = []
-    yield cores
-    for core in cores:
         core.engine.close()
 
 

@@ -5,8 +5,7 @@ a lower tier.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +13,10 @@ import pytest
 import torch
 
 from headrace.runtime.core import Core
-from headrace.scheduler.section import SectionScheduler
-from headrace.types import Request
 from tests.kits.model import save_tiny
 from tests.kits.tiny import VOCAB_SIZE
-from tests.twin.harness import BLOCK, open_runtime, request, run, tokens_of
+from tests.twin import harness
+from tests.twin.harness import BLOCK, drawn, greedy, open_runtime
 
 COUNT = 6
 """Tokens of an answer."""
@@ -31,7 +29,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def draw(seed: object, length: int) -> list[int]:
-    return [random.Random(f"{seed}:{at}").randrange(VOCAB_SIZE) for at in range(length)]
+    return drawn(seed, length, vocab_size=VOCAB_SIZE)
 
 
 def prompts() -> list[list[int]]:
@@ -52,24 +50,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("parted")
     oracle = save_tiny(folder, request.param)
-    return Model(request.param, folder, [greedy(oracle, ids) for ids in prompts()])
-
-
-def greedy(oracle: Any, ids: list[int]) -> list[int]:
-    """Computed anew for each token: transformers' own caches are not asked."""
-    tokens = list(ids)
-    with torch.inference_mode():
-        for _ in range(COUNT):
-            tokens.append(int(oracle(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(ids) :]
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Core]]:
-    cores: list[Core] = []
-    yield cores
-    for core in cores:
-        core.close()
+    return Model(request.param, folder, [greedy(oracle, ids, COUNT) for ids in prompts()])
 
 
 def start(opened: list[Core], model: Model, *, cache: dict[str, Any] | None = None, **changes: Any) -> Core:
@@ -78,11 +59,7 @@ def start(opened: list[Core], model: Model, *, cache: dict[str, Any] | None = No
     return core
 
 
-def ask(core: Core, *, turn: int = 0, stagger: int = 0) -> tuple[list[list[int]], list[int]]:
-    """-> (answers, cached tokens)"""
-    some: list[Request] = [request(100 * turn + at, ids, max_tokens=COUNT) for at, ids in enumerate(prompts())]
-    deltas = run(core, some, stagger=stagger)
-    return [tokens_of(deltas[each.id]) for each in some], [deltas[each.id][-1].cached_tokens for each in some]
+ask = partial(harness.ask, prompts=prompts(), max_tokens=COUNT)
 
 
 @pytest.mark.parametrize(
@@ -104,16 +81,7 @@ def test_a_reused_prefix(model: Model, opened: list[Core]) -> None:
     assert cached[3] > 20 and min(cached[4:]) >= 16, cached
 
 
-def test_tight_pools_preempt(model: Model, opened: list[Core], monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted: list[Any] = []
-    take = SectionScheduler.take_preempted
-
-    def counted(self: SectionScheduler) -> list[Any]:
-        found = list(take(self))
-        preempted.extend(found)
-        return found
-
-    monkeypatch.setattr(SectionScheduler, "take_preempted", counted)
+def test_tight_pools_preempt(model: Model, opened: list[Core], preempted: list[Any]) -> None:
     policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     core = start(opened, model, cache={"max_tokens": 17 * BLOCK}, scheduler_config=policy, max_batch_size=6)
     assert ask(core)[0] == ask(core, turn=1)[0] == model.wanted

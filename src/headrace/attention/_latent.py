@@ -78,7 +78,7 @@ class LatentProjected:
     A head's key is k_up @ latent beside the turned key, its value v_up @ latent.
     """
 
-    q: Tensor  # [tokens, heads, nope_dim + rope_dim], not turned
+    q: Tensor  # [tokens, heads, nope_dim + rope_dim], not turned; may be overwritten
     latent: Tensor  # [tokens, rank], normed
     k_rope: Tensor  # [tokens, rope_dim], not turned
     cos: Tensor  # [tokens, rope_dim / 2] float32

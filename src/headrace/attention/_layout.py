@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.attention.port import AttentionStep
+from collections.abc import Sequence
+
+from headrace.attention.port import AttentionStep, CacheSpec
 
 
 class BlockLayout:
@@ -14,3 +16,7 @@ class BlockLayout:
 
     def plan(self, step: AttentionStep) -> None:
         """Nothing is shared between layers, or the first of them makes it, which knows the heads."""
+
+    def wants_lengths(self, context_rows: Sequence[tuple[int, int]], spec: CacheSpec) -> bool:
+        """Lengths on the device do."""
+        return False

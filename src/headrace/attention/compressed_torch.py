@@ -8,7 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headrace.attention._compressed import CompressedCache, CompressedProjected, CompressedSpec, Loose
+from headrace.attention._compressed import (
+    CompressedCache,
+    CompressedProjected,
+    CompressedSpec,
+    EntryIndexSpec,
+    EntryQuery,
+    Loose,
+)
 from headrace.attention._layout import BlockLayout
 from headrace.attention.port import AttentionStep
 from headrace.kernels.compressed_attention import compressed_attention, entry_choice
@@ -25,6 +32,8 @@ class CompressedTorch(BlockLayout):
     """Slow and obvious: a row at a time over a gathered context."""
 
     kind: ClassVar[str] = "compressed"
+    attention = staticmethod(compressed_attention)
+    quantise = staticmethod(quantise_twin)
 
     def bind(self, regions: Mapping[str, Tensor]) -> CompressedCache:
         """[blocks, entries of a block, features] each."""
@@ -45,25 +54,27 @@ class CompressedTorch(BlockLayout):
         """
         window, *others = step
         latent_write(packed.keys, cache.keys, window.write_slots)
-        common = {"scale": spec.scale, "sinks": spec.sinks, "window": spec.window}
+        q, common = packed.q.contiguous(), {"scale": spec.scale, "sinks": spec.sinks, "window": spec.window}
         if spec.pool is None:
-            out = compressed_attention(packed.q, cache.keys, window, **common)
-            return quantise_twin(out.flatten(1), form)
+            return self.quantise(self.attention(q, cache.keys, window, **common).flatten(1), form)
         loose_step, entry_step = others
         every = spec.pool.every
         self._compress(packed, cache, loose_step, entry_step, spec)
         chosen = None
         if spec.index is not None:
             assert packed.index is not None and cache.index_entries is not None
-            chosen = entry_choice(
-                packed.index.q, packed.index.weights, cache.index_entries, entry_step,
-                every=every, top=spec.index.top, scale=spec.index.pool.dim**-0.5,
-            )  # fmt: skip
-        out = compressed_attention(
-            packed.q, cache.keys, window, entries=cache.entries, entry_step=entry_step, every=every, chosen=chosen,
-            **common,
-        )  # fmt: skip
-        return quantise_twin(out.flatten(1), form)
+            chosen = self.choose(packed.index, cache.index_entries, entry_step, every=every, spec=spec.index)
+        out = self.attention(
+            q, cache.keys, window, entries=cache.entries, entry_step=entry_step, every=every, chosen=chosen, **common
+        )
+        return self.quantise(out.flatten(1), form)
+
+    def choose(
+        self, query: EntryQuery, entries: Tensor, step: AttentionStep, *, every: int, spec: EntryIndexSpec
+    ) -> Tensor:
+        """-> [tokens, top] int64, as of `entry_choice`"""
+        scale = spec.pool.dim**-0.5
+        return entry_choice(query.q, query.weights, entries, step, every=every, top=spec.top, scale=scale)
 
     def _compress(
         self,

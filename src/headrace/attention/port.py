@@ -12,7 +12,7 @@ that compute it; the room's files say which kind they are for. Kind `heads`, bel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -143,6 +143,11 @@ class AttentionBackend(Protocol):
 
     def plan(self, step: AttentionStep) -> None:
         """Compute once what all layers of the group share; may keep it in `step.scratch`."""
+        ...
+
+    def wants_lengths(self, context_rows: Sequence[tuple[int, int]], spec: Any) -> bool:
+        """Whether a step with these prompts should not be a graph: with their lengths known on the host the layer is so
+        much faster. context_rows: as `AttentionStep` has it."""
         ...
 
     def run(

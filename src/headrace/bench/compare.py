@@ -33,6 +33,8 @@ RATES = {
 }
 TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 QUANTILES = ("mean", "p50", "p90", "p99")
+SHOWN = 0.005
+"""The least difference that two places after the point show, in the unit of the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +48,24 @@ class Change:
     threshold: float
 
     @property
-    def ratio(self) -> float:
-        return self.after / self.before if self.before else float("inf") if self.after else 1.0
+    def scale(self) -> int:
+        """Of the unit that the table has."""
+        return 1000 if self.metric.unit == "ms" else 1
+
+    @property
+    def ratio(self) -> float | None:
+        """None against 0."""
+        return self.after / self.before if self.before else None
 
     @property
     def verdict(self) -> str:
-        """`same` within the threshold, either way."""
-        if abs(self.ratio - 1) <= self.threshold:
+        """`same` within the threshold, either way. Against 0, of which no share can be taken, a difference counts that
+        the table shows."""
+        change = self.after - self.before
+        least = self.threshold * abs(self.before) if self.before else SHOWN / self.scale
+        if abs(change) <= least:
             return "same"
-        return "better" if (self.ratio > 1) is self.metric.more_is_better else "worse"
+        return "better" if (change > 0) is self.metric.more_is_better else "worse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +106,10 @@ def comparison_table(comparison: Comparison) -> str:
         if change.load != load:
             load = change.load
             rows.append((load, "", "", "", ""))
-        scale = 1000 if change.metric.unit == "ms" else 1
-        old, new = f"{change.before * scale:,.2f}", f"{change.after * scale:,.2f}"
+        old, new = f"{change.before * change.scale:,.2f}", f"{change.after * change.scale:,.2f}"
         unit = f" ({change.metric.unit})" if change.metric.unit else ""
-        rows.append((f"  {change.metric.name}{unit}", old, new, f"{change.ratio:.3f}", change.verdict))
+        ratio = "n/a" if change.ratio is None else f"{change.ratio:.3f}"
+        rows.append((f"  {change.metric.name}{unit}", old, new, ratio, change.verdict))
     verdicts = [change.verdict for change in comparison.changes]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("better", "same", "worse"))
     return "\n".join([*lines, *([""] if lines else []), *columns(rows), "", counts])

@@ -13,7 +13,7 @@ from headrace.bench.pace import Closed, Pace, Turns
 from headrace.bench.record import Record
 from headrace.bench.workload import Task, full_lengths
 from headrace.log import get
-from headrace.types import Request, Sampling
+from headrace.types import Request
 
 __all__ = ["Driver", "OpenRuntime", "Progress", "Runtime", "check_tasks"]
 
@@ -134,14 +134,11 @@ class Batch:
 
     def _request(self, number: int, due_s: float) -> Request:
         task = self._turns.tasks[number]
-        return Request(
-            id=self._first_id + number,
-            prompt=list(task.prompt),
-            sampling=Sampling(),
-            max_tokens=task.num_output,
-            stop_ids=self._stop_ids,
+        return task.request(
+            self._first_id + number,
             arrival_s=due_s,
             cache_salt=self._cache_salt,
+            stop_ids=self._stop_ids,
             label=f"bench-{task.task_id}",
         )
 

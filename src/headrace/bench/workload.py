@@ -11,11 +11,13 @@ from typing import Any, cast
 import numpy as np
 
 from headrace.text.tokenizer import Tokenizer, encode_prompt
+from headrace.types import Request, Sampling
 
 __all__ = ["Task", "full_lengths", "is_json_array", "random_tasks", "read_json_lines", "whole_conversations"]
 
 _UNBUILT = ("media_paths", "lora_request")
 MS = 1000
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,21 @@ class Task:
     """Index of the turn before in the same list: this prompt stands behind that one's prompt and answer."""
     at_s: float | None = None
     """When a trace has it arrive, from the trace's own zero."""
+
+    def request(
+        self, request_id: int, *, arrival_s: float, cache_salt: str, stop_ids: tuple[int, ...] = (), label: str = ""
+    ) -> Request:
+        """Greedy, to its whole length unless one of `stop_ids` comes. A prompt that is a list is not copied."""
+        return Request(
+            id=request_id,
+            prompt=self.prompt if isinstance(self.prompt, list) else list(self.prompt),
+            sampling=GREEDY,
+            max_tokens=self.num_output,
+            stop_ids=stop_ids,
+            arrival_s=arrival_s,
+            cache_salt=cache_salt,
+            label=label,
+        )
 
 
 def full_lengths(tasks: Sequence[Task]) -> list[int]:

@@ -73,7 +73,10 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for bad input, 1 for everything else, 130 for Ctrl-C."""
     open_closed_streams()
-    code = run(arguments)
+    try:
+        code = run(arguments)
+    except KeyboardInterrupt:  # a second one, while the first was being answered
+        code = INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

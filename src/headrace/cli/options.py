@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -168,15 +170,31 @@ SERVER_FLAGS = (
 
 
 class _Option(click.Option):
-    """An option whose hyphenated spellings work without filling the help."""
+    """An option whose hyphenated spellings work without filling the help, and that keeps the one that was typed."""
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         shown = self.opts, self.secondary_opts
         self.opts, self.secondary_opts = _with_hyphens(self.opts), _with_hyphens(self.secondary_opts)
         try:
             super().add_to_parser(parser, ctx)
+            for spelling in (*self.opts, *self.secondary_opts):
+                self._keep_spelling(parser, ctx, spelling)
         finally:
             self.opts, self.secondary_opts = shown
+
+    def _keep_spelling(self, parser: Any, ctx: click.Context, spelling: str) -> None:
+        """click has no way to ask which of its names an option was given by: its parser's table is no promise, and
+        without it the first name stands for all."""
+        table: dict[str, Any] = vars(parser).get("_long_opt", {})
+        if spelling not in table:
+            return
+
+        def process(take: Callable[..., None], value: Any, state: Any) -> None:
+            _state(ctx).spellings[self.name or ""] = spelling
+            take(value, state)
+
+        table[spelling] = copy.copy(table[spelling])
+        table[spelling].process = functools.partial(process, table[spelling].process)
 
 
 def _with_hyphens(names: Sequence[str]) -> list[str]:
@@ -191,6 +209,12 @@ class _State:
         self.server: dict[str, Typed] = {}
         self.config: str | None = None
         self.sets: tuple[str, ...] = ()
+        self.spellings: dict[str, str] = {}
+        """By the option's name in Python: the spelling by which it was given, the last one if several."""
+
+    def spelling(self, param: click.Parameter, documented: str) -> str:
+        """As it was typed; `documented` is for values that came from elsewhere."""
+        return self.spellings.get(param.name or "", documented)
 
 
 def _state(ctx: click.Context) -> _State:
@@ -301,15 +325,12 @@ def _common() -> list[click.Option]:
 
 
 def _option(flag: Flag, cls: type[LlmArgs] | type[ServerOptions]) -> click.Option:
-    label = "--" + min(flag.names, key=len)
-
     def keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         if ctx.get_parameter_source(param.name or "") in (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP):
             return
         state = _state(ctx)
-        typed = label
+        typed = state.spelling(param, f"--{flag.names[0]}")
         if flag.type is bool:
-            typed = label if value else f"--{flag.off}"
             value = value != flag.inverts
         elif flag.path.endswith("agent_types"):
             value = [part.strip() for part in value.split(",")]

@@ -25,7 +25,8 @@ def _engine_option(name: str, path: str, type_: Any, text: str) -> Callable[[Com
 
     def keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         if value is not None:
-            _state(ctx).llm[path] = Typed(name, value)
+            state = _state(ctx)
+            state.llm[path] = Typed(state.spelling(param, name), value)
 
     return click.option(name, cls=_Option, type=type_, expose_value=False, callback=keep, help=text)
 

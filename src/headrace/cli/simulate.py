@@ -199,25 +199,11 @@ def tasks_for(args: LlmArgs, options: Options) -> list[Task]:
 def check_fit(modelled: Model, tasks: Sequence[Task]) -> None:
     """Raises ValueError: a request could only be refused."""
     from headrace.bench.drive import check_tasks
+    from headrace.runtime.core import request_limits
     from headrace.runtime.settle import settle
-    from headrace.wire import ModelInfo
 
-    settled = settle(modelled.args, modelled.facts)
-    settings = settled.scheduler
-    info = ModelInfo(
-        model=modelled.args.model,
-        model_type=modelled.facts.model_type,
-        vocab_size=modelled.facts.vocab_size,
-        num_valid_ids=modelled.facts.num_valid_ids,
-        max_seq_len=settings.max_seq_len,
-        max_num_tokens=settings.max_num_tokens,
-        max_batch_size=settings.max_batch_size,
-        max_beam_width=1,
-        enable_chunked_prefill=settings.chunked_prefill,
-        kv_num_blocks=settled.usable_blocks,
-        tokens_per_block=settings.tokens_per_block,
-    )
-    check_tasks(tasks, info)
+    args, facts = modelled.args, modelled.facts
+    check_tasks(tasks, request_limits(args.model, args, facts, settle(args, facts)))
 
 
 def _report(

@@ -33,8 +33,8 @@ from headrace.doctor.requirements import normal, read
 
 LIBRARIES = (
     "headrace", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "fastapi",
-    "uvicorn", "pyzmq", "llguidance", "xgrammar", "flashinfer-python", "gguf", "lm-eval", "matplotlib", "grpcio",
-    "opentelemetry-sdk",
+    "uvicorn", "pyzmq", "llguidance", "xgrammar", "flashinfer-python", "fla-core", "gguf", "lm-eval", "matplotlib",
+    "grpcio", "opentelemetry-sdk",
 )  # fmt: skip
 """In the order of the report."""
 VARIABLES = (

@@ -97,7 +97,7 @@ def _room(shape: ModelShape, facts: Facts, args: LlmArgs) -> Iterator[Finding]:
     changes = turn_down(planned, length=length, concurrency=1)
     helps = changes and changes[-1].num_requests
     remedy = (
-        "set " + ", ".join(f"{change.setting} {change.value}" for change in changes)
+        "set " + ", ".join(f"{change.setting} {change.yaml}" for change in changes)
         if helps
         else ("choose a smaller model, a quantised checkpoint, or more GPUs (headrace plan MODEL --gpu NAME --tp N)")
     )

@@ -12,6 +12,7 @@ from headrace.attention import _flashinfer_plan as flashinfer_plan
 from headrace.attention._flashinfer_rules import RULES, Rule, min_query
 from headrace.attention.port import AttentionBackend, AttentionSpec, CacheSpec
 from headrace.engine.groups import WHOLE, Reach, shared_layers
+from headrace.kernels import _fla as fla
 from headrace.layers.experts import RoutedExperts
 from headrace.layers.port import Layer, RecurrentLayer
 from headrace.layers.weights import Loadable
@@ -91,8 +92,11 @@ def open_backends(
         rules: what AUTO chooses by.
 
     Raises:
-        ValueError: FLASHINFER is wanted, and isn't there or can't compute one of these layers.
+        ValueError: FLASHINFER is wanted, and isn't there or can't compute one of these layers; or HEADRACE_FLA is
+            `always`, and fla-core isn't there.
     """
+    if device.type == "cuda" and any(isinstance(layer, RecurrentLayer) for layer in layers):
+        fla.check()
     implementation = implementation_of(wanted, device, is_fixed=is_fixed)
     specs = _specs(layers, reach)
     own = [spec for spec in specs.values() if isinstance(spec, AttentionSpec)]

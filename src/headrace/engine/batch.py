@@ -89,14 +89,18 @@ def build_batch(
     max_kv = int(state.raise_bounds(section).max())
     num_context = section.num_context_rows
     context_starts = tuple(query_starts[: num_context + 1].tolist())
-    context = counts[:num_context]
-    context_rows = tuple(zip(context.tolist(), (section.start[:num_context] + context).tolist()))
     packed = Rows(
         slots, start, num_tokens, starts, rows, places, ids, num_context, context_starts, int(counts.max()), max_kv,
-        context_rows,
+        context_rows_of(section),
     )  # fmt: skip
     batch = batch_of(packed, state, groups=groups, block_size=block_size)
     return batch, Wanted(query_starts, sample_rows, prompt_rows, at, tokens, sampling, last)
+
+
+def context_rows_of(section: Section) -> tuple[tuple[int, int], ...]:
+    """As `AttentionStep.context_rows`."""
+    counts, starts = (values[: section.num_context_rows] for values in (section.num_tokens, section.start))
+    return tuple(zip(counts.tolist(), (starts + counts).tolist()))
 
 
 def _wanted_tokens(

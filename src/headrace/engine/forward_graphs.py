@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.batch import Batch, Rows, Wanted
+from headrace.engine.batch import Batch, Rows, Wanted, context_rows_of
 from headrace.engine.graphs import Graph, GraphPool
 from headrace.engine.slots import SlotState
 from headrace.seam import FROM_DEVICE, SAMPLE, Section, ints
@@ -68,6 +68,7 @@ class ForwardGraphs:
         *,
         token_sizes: Sequence[int],
         max_len: int,
+        wants_lengths: Callable[[Sequence[tuple[int, int]]], bool],
     ) -> None:
         """
         Args:
@@ -75,6 +76,7 @@ class ForwardGraphs:
                 writes only tensors that stay.
             token_sizes: what prompts are padded to; none captures no step with prompts.
             max_len: the longest sequence.
+            wants_lengths: `Runner.wants_lengths`: steps that don't become graphs.
         """
         self._forward = forward
         self._state = state
@@ -82,6 +84,7 @@ class ForwardGraphs:
         # The row that pads must not be longer than a table of blocks.
         self._token_sizes = sorted(size for size in token_sizes if size <= max_len)
         self._max_len = max_len
+        self._wants_lengths = wants_lengths
         largest = Shape(MAX_CONTEXT_ROWS + 1, max(self._token_sizes, default=0), MAX_GENERATION_ROWS)
         self._packed = torch.zeros(sum(_sizes(largest)), dtype=torch.int64, device=state.device)
         self._seen: Counter[Shape] = Counter()
@@ -119,7 +122,7 @@ class ForwardGraphs:
         """One prompt alone, of each size: what decides the time to the first token of a server at rest."""
         for size in reversed(self._token_sizes):
             shape = Shape(2, size, 0)
-            if shape not in self._graphs:
+            if shape not in self._graphs and not self._wants_lengths([(size, size)]):
                 self._graphs[shape] = self._capture(shape)
 
     def drop(self) -> None:
@@ -138,7 +141,7 @@ class ForwardGraphs:
         if not num_context:
             return Shape(0, 0, padded)
         at = bisect_left(self._token_sizes, num_tokens)
-        if at == len(self._token_sizes):
+        if at == len(self._token_sizes) or self._wants_lengths(context_rows_of(section)):
             return None
         return Shape(_power_of_2(num_context) + 1, self._token_sizes[at], padded)
 

@@ -36,7 +36,7 @@ from headrace.engine.step import Outcome, Stepper
 from headrace.engine.tiers import Memory
 from headrace.engine.weights import load_weights
 from headrace.hub.config import read_config, read_quant_config, stated_quantisation, text_config
-from headrace.hub.read_shape import mlp_width
+from headrace.hub.read_shape import mlp_width, num_layers
 from headrace.hub.shape import activation_bytes, graph_bytes, logits_bytes
 from headrace.hub.source import ModelSource
 from headrace.kernels import _native
@@ -86,7 +86,7 @@ class Rank:
             {"quantization_config": stated_quantisation(config)},
             hf_quant_config=read_quant_config(source.path),
             force_dynamic=args.force_dynamic_quantization,
-            num_layers=text_config(config).get("num_hidden_layers"),
+            num_layers=num_layers(config) if args.force_dynamic_quantization else 0,
         )
         recipes = recipes.fixed() if args.deterministic else recipes
         max_len = args.max_seq_len if isinstance(args.max_seq_len, int) else None
@@ -99,7 +99,7 @@ class Rank:
         self.reach = configured_reach(kv, longest=max_len or self.model.max_position)
         self.groups = group_layers(self.model.layers, kv_dtype, reach=self.reach)
         kv.check_groups(len(self.groups))
-        check_room(self.model.weight_map().weight_bytes, self.device)
+        check_room(self.model.weight_map().held_bytes, self.device)
         self.backends = open_backends(
             args.attn_backend,
             self.model.layers,
@@ -251,8 +251,8 @@ class Rank:
         graphs = self.args.cuda_graph_config
         if self.device.type != "cuda" or not isinstance(graphs, DecodeCudaGraphConfig) or self.parallel.size > 1:
             return []
-        if not self.model.is_capturable:
-            return []
+        if not self.model.is_capturable or self.args.attn_backend == "VANILLA":
+            return []  # plain torch reads lengths on the host
         if self.model.has_experts and self.args.moe_config.backend is MoeBackend.VANILLA:
             return []  # it asks the device which experts are used
         return [size for size in graphs.capture_sizes() if size <= self.args.max_batch_size]

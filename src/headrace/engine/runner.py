@@ -97,6 +97,22 @@ class Runner:
             partial, residual = None if partial is None else partial[rows], residual[rows]
         return model.final(partial, residual).data
 
+    def wants_lengths(self, context_rows: Sequence[tuple[int, int]]) -> bool:
+        """Whether a step with these prompts is slow as a graph, which knows no lengths on the host: in all layers that
+        attend. The first layer of a group speaks for it. context_rows: as `AttentionStep` has it."""
+        asked = [
+            backend.wants_lengths(context_rows, self._spec(group.layers[0]))
+            for backend, group in zip(self.backends, self.pools.groups)
+            if not group.is_recurrent
+        ]
+        return bool(asked) and all(asked)
+
+    def _spec(self, index: int) -> CacheSpec:
+        """Of a layer that attends, as it does."""
+        stated = self.model.layers[index].spec
+        assert stated is not None
+        return self.reach.of(self._sources.get(index, index), stated)
+
     def _mixer(self, index: int, groups: Sequence[GroupStep]) -> Any:
         """What the layer mixes tokens with: a `Mixer`, the `LiveState` of a recurrent one, or nothing."""
         own = self._groups_of.get(index)
@@ -105,13 +121,10 @@ class Runner:
         first = groups[own[0]]
         if isinstance(first, StateStep):
             return LiveState(self.states[index], first)
-        stated = self.model.layers[index].spec
-        assert stated is not None
         kept_by = self._sources.get(index, index)
-        spec: CacheSpec = self.reach.of(kept_by, stated)
         steps = tuple(step for group in own if isinstance(step := groups[group], AttentionStep))
         step = steps if index in self._parted else first
-        return BoundAttention(self.backends[own[0]], self.pools.layer(kept_by), step, spec)
+        return BoundAttention(self.backends[own[0]], self.pools.layer(kept_by), step, self._spec(index))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -78,7 +78,14 @@ class Stepper:
         if capture_sizes:
             pool = GraphPool(state.device)
             self.graphs = DecodeGraphs(self._decode, capture_sizes, state, pool)
-            self.forwards = ForwardGraphs(self._forward, state, pool, token_sizes=token_sizes, max_len=max_len)
+            self.forwards = ForwardGraphs(
+                self._forward,
+                state,
+                pool,
+                token_sizes=token_sizes,
+                max_len=max_len,
+                wants_lengths=runner.wants_lengths,
+            )
         self.num_eager = 0
         """Steps of generation rows alone that ran without a graph although there are graphs."""
 

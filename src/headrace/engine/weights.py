@@ -37,7 +37,7 @@ class LoadReport:
     """What a load brought on this rank."""
 
     weight_bytes: int
-    """Before packing; tied tensors count once."""
+    """That it holds, before packing; tied tensors count once."""
     num_tensors: int
     load_s: float
 
@@ -61,7 +61,7 @@ def load_weights(model: Model, source: ModelSource, *, load_format: str = "auto"
         num_tensors = _fill_dummy(weights)
     else:
         raise ValueError(f"load_format {load_format!r} is not supported: use auto or dummy")
-    return LoadReport(weights.weight_bytes, num_tensors, time.monotonic() - start_s)
+    return LoadReport(weights.held_bytes, num_tensors, time.monotonic() - start_s)
 
 
 @dataclass(slots=True)

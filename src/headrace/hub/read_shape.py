@@ -60,12 +60,8 @@ def read_shape(config: Mapping[str, Any], *, place: str = "config.json") -> Mode
         ModelError: a key that is missing or no such number, by name.
     """
     text = dict(text_config(config))
-    model_type = str(text.get("model_type") or config.get("model_type"))
-    if config.get("model_type") in OWN_NAMES:
-        model_type = str(config["model_type"])
-    known = TRAITS.get(model_type)
-    traits = known or Traits()
-    keys = Keys({**DEFAULTS.get(model_type, {}), **text}, place)
+    model_type = _model_type(config)
+    keys, traits = _rules(config, place)
     kinds = layer_kinds(keys, traits)
     is_tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     return ModelShape(
@@ -83,14 +79,40 @@ def read_shape(config: Mapping[str, Any], *, place: str = "config.json") -> Mode
         intermediate_size=_widest(keys),
         norm_size=keys.size("hidden_size") * (2 if traits.norm_bias else 1),
         storage=stored_as(stated_quantisation(config), place),
-        is_known=known is not None,
+        is_known=model_type in TRAITS,
+        parts_per_layer=_parts_per_layer(traits),
     )
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    if config.get("model_type") in OWN_NAMES:
+        return str(config["model_type"])
+    return str(text_config(config).get("model_type") or config.get("model_type"))
+
+
+def _rules(config: Mapping[str, Any], place: str) -> tuple[Keys, Traits]:
+    model_type = _model_type(config)
+    keys = Keys({**DEFAULTS.get(model_type, {}), **text_config(config)}, place)
+    return keys, TRAITS.get(model_type) or Traits()
+
+
+def _parts_per_layer(traits: Traits) -> int:
+    return 2 if traits.parts == HALVES else 1
 
 
 def mlp_width(config: Mapping[str, Any], *, place: str = "config.json") -> int:
     """`ModelShape.intermediate_size` alone, also of a config whose structure is not known; 0 where it states none."""
-    text = dict(text_config(config))
-    return _widest(Keys({**DEFAULTS.get(str(text.get("model_type")), {}), **text}, place))
+    return _widest(_rules(config, place)[0])
+
+
+def num_layers(config: Mapping[str, Any], *, place: str = "config.json") -> int:
+    """Layers as a checkpoint numbers them, also of a config whose structure is not known.
+
+    Raises:
+        ModelError: it doesn't say.
+    """
+    keys, traits = _rules(config, place)
+    return len(layer_kinds(keys, traits)) // _parts_per_layer(traits)
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:

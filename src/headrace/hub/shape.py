@@ -167,6 +167,8 @@ class ModelShape:
     """Elements of the last norm."""
     storage: Storage = PLAIN
     """As the checkpoint stores its weights."""
+    parts_per_layer: int = 1
+    """Entries of `layers` that are one layer of the checkpoint."""
     is_known: bool = True
     """Whether the model type has rules of its own here; else its keys were read as most models mean them."""
 

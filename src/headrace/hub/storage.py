@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
+from headrace.config.on_load import fp8_bits, plain_layers
 from headrace.hub.errors import ModelError
-from headrace.hub.shape import PLAIN, Form, Storage
+from headrace.hub.shape import PLAIN, Form, ModelShape, Storage, Weight
 
 FP8_BLOCK_BITS = 8 + 32 / (128 * 128)
 """With a float32 scale for each 128 x 128 weights."""
@@ -30,6 +32,23 @@ ZERO_BITS = 4
 def quantised(name: str) -> Storage:
     """All products' weights in one of the dtypes of BITS. Embedding, head, norms and routers stay as they are."""
     return Storage(name, {"linear": BITS[name], "expert": BITS[name]})
+
+
+def in_fp8_on_load(shape: ModelShape) -> ModelShape:
+    """A plain checkpoint's under `force_dynamic_quantization`."""
+    each = shape.parts_per_layer
+    kept = plain_layers(len(shape.layers) // each)
+    layers = tuple(
+        replace(layer, weights=tuple(map(_plain, layer.weights))) if place // each in kept else layer
+        for place, layer in enumerate(shape.layers)
+    )
+    bits = fp8_bits(shape.hidden_size)  # of the inputs that most weights have
+    name = "fp8 at load" + (", but for the first and the last layer" if kept else "")
+    return replace(shape, layers=layers, storage=Storage(name, {"linear": bits, "expert": bits}))
+
+
+def _plain(weight: Weight) -> Weight:
+    return weight if weight.form == "float32" else replace(weight, form="plain")
 
 
 def stored_as(stated: Any, place: str) -> Storage:

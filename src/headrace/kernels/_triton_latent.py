@@ -1,12 +1,13 @@
 """Latent attention over a paged cache, keys' and values' functions absorbed: the kernels of `latent_attention`.
 
 All query heads read the same vectors, so a program takes a tile of (token, head) pairs of one row, and a vector that it
-loads is both key and value. Rows of one token are cut in parts as in the decode kernel of attention over heads. For
-long prompts that have little in the cache, unfolding keys and values would cost less than a third of the operations
-(DeepSeek-V3: 192 + 128 a pair of tokens and head instead of 576 + 512); nothing here does that.
+loads is both key and value. Rows of one token are cut in parts as in the decode kernel of attention over heads. Long
+prompts are in `_triton_unfolded.py`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -14,38 +15,75 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels._triton_chain import chain_options, grid, power_of_2, wait_for_predecessor
-from headrace.kernels._triton_decode import LOG2_E, MAX_SPLITS, DecodePlan, compute_dtype, plan_decode
+from headrace.kernels._triton_decode import LOG2_E, MAX_SPLITS, compute_dtype
 from headrace.kernels._triton_rope import _to_cache
 from headrace.kernels.port import PackedRows
 from headrace.kernels.quantise import FP8
 
 MAX_PAIRS = 64
 """(token, head) pairs of a program, at most."""
-WRITE_HEADS = 16
-"""Query heads that one program turns."""
+WRITE_HEADS, MANY_WRITE_HEADS = 16, 64
+"""Query heads that one program turns; in steps of many tokens."""
+MANY_TOKENS = 512
+PART_ENDS = 4
+"""Numbers behind the values of a part: maximum, sum, two that keep the next one aligned."""
+PROCESSORS, TARGET_PROGRAMS, BALANCING_SPLITS = 132, 1024, 8
+FEW_PROGRAMS, FEW_PART_TOKENS, PART_TOKENS = 8, 64, 256
+"""With so few programs, fewest tokens of a part; with more."""
+MANY_SPLITS, LONG_PART_TOKENS = 16384, 2048
+"""With so many that all processors have some, only very long contexts are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """How contexts are cut, and where parts are kept. Shared by all layers of a group, which run one after another."""
+
+    num_splits: int
+    min_part: int
+    """Fewest tokens of a part."""
+    partial: Tensor  # [rows, heads, splits, rank + PART_ENDS] float32
+    counts: Tensor  # [rows, head tiles] int32: parts of a row's context
 
 
 @triton.jit
-def _turned(source, cos, sin, mask, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr):
-    """Features first and second of each pair, turned. source: [n, 1] pointers of heads. -> places, places, values"""
-    pairs = tl.arange(0, PAIRS)
+def _turn(
+    source,
+    target,
+    cos,
+    sin,
+    is_row,
+    inverse_scale,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """Turn rows of HALF pairs of features, maybe in place. source, target: [n, 1] pointers. is_row: [n, 1]"""
+    own: tl.constexpr = source.dtype.element_ty
+    stored: tl.constexpr = target.dtype.element_ty
     if INTERLEAVED:
-        first, second = 2 * pairs, 2 * pairs + 1
+        # Neighbours at once: every other feature alone would be two bytes a thread and access.
+        dims = tl.arange(0, 2 * PAIRS)
+        mask = is_row & (dims < 2 * HALF)[None, :]
+        both = tl.load(source + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, (both.shape[0], PAIRS, 2)))
+        new = tl.join(a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :])
+        values = tl.reshape(new, (both.shape[0], 2 * PAIRS)).to(own)
+        tl.store(target + dims[None, :], _to_cache(values, inverse_scale, stored, IS_FP8), mask=mask)
     else:
-        first, second = pairs, pairs + HALF
-    a = tl.load(source + first[None, :], mask=mask, other=0.0)
-    b = tl.load(source + second[None, :], mask=mask, other=0.0)
-    own = a.dtype
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    new_a = (wide_a * cos[None, :] - wide_b * sin[None, :]).to(own)
-    new_b = (wide_b * cos[None, :] + wide_a * sin[None, :]).to(own)
-    return first, second, new_a, new_b
+        pairs = tl.arange(0, PAIRS)
+        mask = is_row & (pairs < HALF)[None, :]
+        a = tl.load(source + pairs[None, :], mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(source + HALF + pairs[None, :], mask=mask, other=0.0).to(tl.float32)
+        new_a = (a * cos[None, :] - b * sin[None, :]).to(own)
+        new_b = (b * cos[None, :] + a * sin[None, :]).to(own)
+        tl.store(target + pairs[None, :], _to_cache(new_a, inverse_scale, stored, IS_FP8), mask=mask)
+        tl.store(target + HALF + pairs[None, :], _to_cache(new_b, inverse_scale, stored, IS_FP8), mask=mask)
 
 
 @triton.jit
 def _latent_write_kernel(
     q,
-    absorbed,
     latent,
     k_rope,
     index_k,
@@ -56,7 +94,6 @@ def _latent_write_kernel(
     index_keys,
     inverse_scale,
     q_stride,
-    absorbed_stride,
     latent_stride,
     rope_stride,
     index_stride,
@@ -84,17 +121,12 @@ def _latent_write_kernel(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     WIDTH: tl.constexpr = RANK + 2 * HALF
     pairs = tl.arange(0, HALF_BLOCK)
-    pair_mask = pairs < HALF
     c = tl.load(cos + token * cos_stride + pairs, mask=pairs < TURNED, other=1.0)
     s = tl.load(sin + token * cos_stride + pairs, mask=pairs < TURNED, other=0.0)
     if HALF > 0:
-        heads = part * HEADS + tl.arange(0, HEADS)
-        mask = (heads < NUM_HEADS)[:, None] & pair_mask[None, :]
-        source = q + token * q_stride + heads[:, None] * (NOPE + 2 * HALF) + NOPE
-        first, second, a, b = _turned(source, c, s, mask, HALF, INTERLEAVED, HALF_BLOCK)
-        target = absorbed + token * absorbed_stride + heads[:, None] * WIDTH + RANK
-        tl.store(target + first[None, :], a, mask=mask)
-        tl.store(target + second[None, :], b, mask=mask)
+        heads = part * HEADS + tl.arange(0, HEADS)[:, None]
+        source = q + token * q_stride + heads * (NOPE + 2 * HALF) + NOPE
+        _turn(source, source, c, s, heads < NUM_HEADS, 1.0, HALF, INTERLEAVED, HALF_BLOCK, False)
     if part > 0:
         return
 
@@ -107,10 +139,8 @@ def _latent_write_kernel(
     tl.store(place + dims, _to_cache(values, inverse_scale, stored, IS_FP8), mask=dims < RANK)
     if HALF > 0:
         one = tl.zeros((1, 1), tl.int64)
-        key_mask = (one == 0) & pair_mask[None, :]
-        first, second, a, b = _turned(k_rope + token * rope_stride + one, c, s, key_mask, HALF, INTERLEAVED, HALF_BLOCK)
-        tl.store(place + RANK + one + first[None, :], _to_cache(a, inverse_scale, stored, IS_FP8), mask=key_mask)
-        tl.store(place + RANK + one + second[None, :], _to_cache(b, inverse_scale, stored, IS_FP8), mask=key_mask)
+        source = k_rope + token * rope_stride + one
+        _turn(source, place + RANK + one, c, s, one == 0, inverse_scale, HALF, INTERLEAVED, HALF_BLOCK, IS_FP8)
     if INDEX_DIM > 0:
         dims = tl.arange(0, INDEX_BLOCK)
         keys = tl.load(index_k + token * index_stride + dims, mask=dims < INDEX_DIM, other=0.0)
@@ -127,7 +157,6 @@ def launch_latent_write(
     cache: Tensor,
     write_slots: Tensor,
     *,
-    absorbed: Tensor,
     interleaved: bool,
     index_k: Tensor | None = None,
     index_keys: Tensor | None = None,
@@ -136,25 +165,24 @@ def launch_latent_write(
     """Turn queries and keys, write this step's vectors.
 
     Args:
-        q: [tokens, heads, nope_dim + rope_dim], heads contiguous.
+        q: [tokens, heads, nope_dim + rope_dim], heads contiguous, whose last `rope_dim` features are turned in place.
         latent: [tokens, rank].
         k_rope: [tokens, rope_dim], which may be 0. cos, sin: [tokens, rope_dim / 2], or of no features: none turns.
         cache: [num_blocks, block_size, rank + rope_dim]; FP8 entries are divided by `scale`, saturated.
-        absorbed: [tokens, heads, rank + rope_dim], whose last `rope_dim` features are written.
         index_k: [tokens, index dim], written to `index_keys` as it is.
     """
     tokens, num_heads, q_dim = q.shape
     if not tokens:
         return
     rank, rope_dim = latent.shape[1], k_rope.shape[1]
-    assert q.stride()[1:] == (q_dim, 1) and absorbed.is_contiguous() and cache.stride()[1:] == (rank + rope_dim, 1)
+    assert q.stride()[1:] == (q_dim, 1) and cache.stride()[1:] == (rank + rope_dim, 1)
     assert latent.stride(1) == 1 and cos.stride() == sin.stride()
     assert not rope_dim or (k_rope.stride(1) == cos.stride(1) == 1 and cos.shape[1] in (0, rope_dim // 2))
     index_dim = 0 if index_k is None else index_k.shape[1]
     assert index_k is None or (index_keys is not None and index_k.stride(1) == 1)
-    grid(_latent_write_kernel, tokens, -(-num_heads // WRITE_HEADS))(
+    most = WRITE_HEADS if tokens < MANY_TOKENS else MANY_WRITE_HEADS
+    grid(_latent_write_kernel, tokens, -(-num_heads // most))(
         q,
-        absorbed,
         latent,
         k_rope,
         latent if index_k is None else index_k,
@@ -165,7 +193,6 @@ def launch_latent_write(
         cache if index_keys is None else index_keys,
         1.0 / scale,
         q.stride(0),
-        absorbed.stride(0),
         latent.stride(0),
         k_rope.stride(0),
         0 if index_k is None else index_k.stride(0),
@@ -175,6 +202,7 @@ def launch_latent_write(
         BLOCK_SIZE=cache.shape[1],
         INTERLEAVED=interleaved,
         IS_FP8=cache.dtype == FP8,
+        HEADS=min(most, power_of_2(num_heads)),
         **_write_sizes(num_heads, q_dim - rope_dim, rank, rope_dim, index_dim, cos.shape[1]),
         **chain_options(q, 4),
     )
@@ -193,54 +221,60 @@ def _write_sizes(
         "RANK_BLOCK": power_of_2(rank),
         "HALF_BLOCK": power_of_2(rope_dim // 2),
         "INDEX_BLOCK": power_of_2(max(index_dim, 1)),
-        "HEADS": min(WRITE_HEADS, power_of_2(num_heads)),
     }
 
 
-@triton.jit
-def _merge_parts(
-    target,
-    place,
-    num_parts,
-    mask,
+@triton.jit(do_not_specialize=["first_row", "first_token", "num_splits"])
+def _merge_kernel(
+    partial,
+    counts,
+    out,
+    query_starts,
     v_scale,
+    out_stride,
+    first_row,
+    first_token,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PART: tl.constexpr,
     MAX_PARTS: tl.constexpr,
-    UNROLLED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """target, place: [PAIRS] each one's result, and its first part: RANK weighted values, then maximum and sum. Some
-    features at a time: all of them, of several parts, are more than the registers."""
-    DIMS: tl.constexpr = min(RANK_BLOCK, 64)
-    parts = tl.arange(0, MAX_PARTS)
-    ends = place[:, None] + parts[None, :] * (RANK + 2) + RANK
-    there = mask[:, None] & (parts < num_parts)[None, :]
-    peaks = tl.load(ends, mask=there, other=float("-inf"), cache_modifier=".cg")
-    highest = tl.maximum(tl.max(peaks, 1), -1e30)
-    shares = tl.load(ends + 1, mask=there, other=0.0, cache_modifier=".cg")
-    total = tl.sum(shares * tl.exp2(peaks - highest[:, None]), 1)
-    factor = v_scale / tl.where(total > 0.0, total, 1.0)
-    for first in range(0, RANK, DIMS):
-        dims = first + tl.arange(0, DIMS)
-        is_dim = dims < RANK
-        acc = tl.zeros((PAIRS, DIMS), tl.float32)
-        for base in range(0, num_parts, UNROLLED):
-            # Loads that don't wait for each other: a part at a time would be a memory latency each.
-            for step in tl.static_range(UNROLLED):
-                present = tl.where(base + step < num_parts, mask, False)
-                at = place + (base + step) * (RANK + 2)
-                peak = tl.load(at + RANK, mask=present, other=float("-inf"), cache_modifier=".cg")
-                inside = present[:, None] & is_dim[None, :]
-                values = tl.load(at[:, None] + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-                acc += values * tl.exp2(peak - highest)[:, None]
-        result = (acc * factor[:, None]).to(target.dtype.element_ty)
-        tl.store(target[:, None] + dims[None, :], result, mask=mask[:, None] & is_dim[None, :])
+    """Programs: (heads, rows). What the parts of a row's context gave, as one; nothing where it was one part."""
+    wait_for_predecessor(CHAINED)
+    head, row = tl.program_id(0), tl.program_id(1)
+    num_parts = tl.load(counts + row * ((NUM_HEADS + HEADS - 1) // HEADS) + head // HEADS)
+    if num_parts <= 1:
+        return
+    place = partial + ((row * NUM_HEADS + head) * num_splits).to(tl.int64) * PART
+    parts, dims = tl.arange(0, MAX_PARTS), tl.arange(0, RANK_BLOCK)
+    there = parts < num_parts
+    peaks = tl.load(place + parts * PART + RANK, mask=there, other=float("-inf"))
+    highest = tl.maximum(tl.max(peaks, 0), -1e30)
+    shares = tl.load(place + parts * PART + RANK + 1, mask=there, other=0.0)
+    total = tl.sum(shares * tl.exp2(peaks - highest), 0)
+    acc = tl.zeros((RANK_BLOCK,), tl.float32)
+    for base in range(0, num_parts, 8):
+        at = base + tl.arange(0, 8)
+        known = at < num_parts
+        weights = tl.exp2(tl.load(place + at * PART + RANK, mask=known, other=float("-inf")) - highest)
+        inside = known[:, None] & (dims < RANK)[None, :]
+        values = tl.load(place + at[:, None] * PART + dims[None, :], mask=inside, other=0.0)
+        acc += tl.sum(values * weights[:, None], 0)
+    result = (acc * (v_scale / tl.where(total > 0.0, total, 1.0))).to(out.dtype.element_ty)
+    token = tl.load(query_starts + first_row + row).to(tl.int64) - first_token
+    tl.store(out + token * out_stride + head * RANK + dims, result, mask=dims < RANK)
 
 
-@triton.jit(do_not_specialize=["first_row", "window", "sink_tokens", "num_splits", "min_part", "table_stride"])
+@triton.jit(
+    do_not_specialize=["first_row", "first_token", "window", "sink_tokens", "num_splits", "min_part", "table_stride"]
+)
 def _latent_kernel(
     q,
+    turned_q,
     cache,
     out,
     chosen,
@@ -248,15 +282,17 @@ def _latent_kernel(
     kv_lens,
     query_starts,
     partial,
-    arrived,
+    counts,
     scale,
     v_scale,
     q_stride,
+    turned_stride,
     out_stride,
     block_stride,
     chosen_stride,
     table_stride,
     first_row,
+    first_token,
     window,
     sink_tokens,
     num_splits,
@@ -264,6 +300,7 @@ def _latent_kernel(
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
+    NOPE: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
@@ -275,12 +312,12 @@ def _latent_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINK_TOKENS: tl.constexpr,
     COMPUTE: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    UNROLLED: tl.constexpr,
+    PART: tl.constexpr,
     STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Programs: (tiles of TOKENS tokens by parts of HEADS heads, rows, parts of the context)."""
+    """Programs: (tiles of TOKENS tokens by parts of HEADS heads, rows, parts of the context). q and out begin with the
+    step's token first_token."""
     wait_for_predecessor(CHAINED)
     row, split = tl.program_id(1), tl.program_id(2)
     HEAD_TILES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -301,11 +338,12 @@ def _latent_kernel(
     positions = base + tl.minimum(token, num_tokens - 1)
     packed = (query_start + token).to(tl.int64)
     dims, turns = tl.arange(0, RANK_BLOCK), tl.arange(0, ROPE_BLOCK)
-    at_query = packed * q_stride + heads * WIDTH
+    at_query = (packed - first_token) * q_stride + heads * RANK
     rank_mask, rope_mask = mask[:, None] & (dims < RANK)[None, :], mask[:, None] & (turns < ROPE)[None, :]
     query = tl.load(q + at_query[:, None] + dims[None, :], mask=rank_mask, other=0.0).to(COMPUTE)
     if ROPE > 0:
-        query_rope = tl.load(q + RANK + at_query[:, None] + turns[None, :], mask=rope_mask, other=0.0).to(COMPUTE)
+        at_turned = turned_q + packed * turned_stride + heads * (NOPE + ROPE) + NOPE
+        query_rope = tl.load(at_turned[:, None] + turns[None, :], mask=rope_mask, other=0.0).to(COMPUTE)
 
     first_position = base + tile * TOKENS
     last = tl.minimum(first_position + TOKENS, kv_len) - 1
@@ -374,49 +412,44 @@ def _latent_kernel(
         highest = new_highest
 
     if IS_SPLIT:
+        if split == 0:
+            tl.store(counts + row * HEAD_TILES + head_tile, num_parts)
         if num_parts > 1:
-            first_part = partial + ((row * NUM_HEADS + heads) * num_splits).to(tl.int64) * (RANK + 2)
-            mine = first_part + split * (RANK + 2)
+            mine = partial + ((row * NUM_HEADS + heads) * num_splits + split).to(tl.int64) * PART
             tl.store(mine[:, None] + dims[None, :], acc, mask=rank_mask)
             tl.store(mine + RANK, highest, mask=mask)
             tl.store(mine + RANK + 1, total, mask=mask)
-            # The barrier orders every thread's stores before the one thread's release.
-            tl.debug_barrier()
-            if tl.atomic_add(arrived + row * HEAD_TILES + head_tile, 1, sem="acq_rel") < num_parts - 1:
-                return
-            tl.store(arrived + row * HEAD_TILES + head_tile, 0)
-            tl.debug_barrier()
-            _merge_parts(
-                out + packed * out_stride + heads * RANK, first_part, num_parts, mask, v_scale,
-                RANK, RANK_BLOCK, TOKENS * HEADS, MAX_PARTS, UNROLLED,
-            )  # fmt: skip
             return
     acc = acc * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-    target = out + (packed * out_stride + heads * RANK)[:, None] + dims[None, :]
+    target = out + ((packed - first_token) * out_stride + heads * RANK)[:, None] + dims[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=rank_mask)
 
 
 def launch_latent(
     q: Tensor,
+    turned: Tensor,
     cache: Tensor,
     step: PackedRows,
     *,
     out: Tensor,
     scale: float,
     rows: tuple[int, int],
+    first_token: int = 0,
     max_query: int,
     window: int | None = None,
     sink_tokens: int = 0,
     cache_scale: float = 1.0,
     chosen: Tensor | None = None,
-    plan: DecodePlan | None = None,
+    plan: LatentPlan | None = None,
 ) -> None:
     """The contract of `latent_attention`, for some rows.
 
     Args:
-        q: [tokens, heads, rank + rope_dim] contiguous.
-        out: [tokens, heads, rank] contiguous, to write to.
+        q: [some tokens, heads, rank] contiguous, keys' function absorbed.
+        turned: [all tokens, heads, nope_dim + rope_dim], heads contiguous, whose last features are turned.
+        out: [some tokens, heads, rank] contiguous, to write to.
         rows: [first, end) of those that attend.
+        first_token: of the step, where q and out begin.
         max_query: an upper bound of these rows' numbers of tokens; 1 with a plan.
         chosen: [tokens, k] int64; those of a token come first, -1 behind them.
         plan: how contexts are cut, with one token a row.
@@ -424,40 +457,53 @@ def launch_latent(
     first, num_rows = rows[0], rows[1] - rows[0]
     if num_rows <= 0 or max_query <= 0:
         return
-    num_heads, width = q.shape[1:]
-    rank = out.shape[2]
-    assert q.is_contiguous() and out.is_contiguous() and cache.stride()[1:] == (width, 1)
+    num_heads, rank = q.shape[1:]
+    width, q_dim = cache.shape[2], turned.shape[2]
+    assert q.is_contiguous() and out.is_contiguous()
+    assert turned.stride()[1:] == (q_dim, 1) and cache.stride()[1:] == (width, 1)
     assert chosen is None or chosen.stride(1) == 1
     is_fp8, num_splits = cache.dtype == FP8, 1 if plan is None else plan.num_splits
+    v_scale = cache_scale if is_fp8 else 1.0
     _, tile, warps, stages = tuned(num_heads, rank, q.dtype)
     heads, tokens = _dealt(num_heads, rank, q.dtype, is_single=plan is not None or chosen is not None)
     num_tiles = -(-max_query // tokens) * -(-num_heads // heads)
     grid(_latent_kernel, num_tiles, num_rows, num_splits)(
-        q, cache, out, q if chosen is None else chosen, step.block_tables, step.kv_lens, step.query_starts,
-        out if plan is None else plan.partial, out if plan is None else plan.arrived,
-        scale * (cache_scale if is_fp8 else 1.0) * LOG2_E, cache_scale if is_fp8 else 1.0,
-        q.stride(0), out.stride(0), cache.stride(0), 0 if chosen is None else chosen.stride(0),
-        step.block_tables.stride(0), first, window or 0, sink_tokens, num_splits, 1 if plan is None else plan.min_part,
-        HEADS=heads,
-        TOKENS=tokens,
+        q, turned, cache, out, q if chosen is None else chosen, step.block_tables, step.kv_lens, step.query_starts,
+        out if plan is None else plan.partial, out if plan is None else plan.counts,
+        scale * v_scale * LOG2_E, v_scale, q.stride(0), turned.stride(0), out.stride(0), cache.stride(0),
+        0 if chosen is None else chosen.stride(0), step.block_tables.stride(0), first, first_token,
+        window or 0, sink_tokens, num_splits, 1 if plan is None else plan.min_part,
+        HEADS=heads, TOKENS=tokens, TILE=tile, STAGES=stages, BLOCK_SIZE=step.block_size,
         TOP=0 if chosen is None else chosen.shape[1],
-        BLOCK_SIZE=step.block_size,
-        TILE=tile,
         IS_SPLIT=num_splits > 1,
         HAS_WINDOW=window is not None,
         HAS_SINK_TOKENS=window is not None and sink_tokens > 0,
         COMPUTE=compute_dtype(q, is_fp8=is_fp8),
-        MAX_PARTS=MAX_SPLITS,
-        UNROLLED=4 if q.is_cuda else 1,
-        STAGES=stages,
-        **_attend_sizes(num_heads, rank, width - rank),
+        PART=rank + PART_ENDS,
+        **_attend_sizes(num_heads, q_dim - (width - rank), rank, width - rank),
         **chain_options(q, warps),
+    )  # fmt: skip
+    if plan is not None and num_splits > 1:
+        _launch_merge(plan, out, step, first_row=first, first_token=first_token, heads=heads, v_scale=v_scale)
+
+
+def _launch_merge(
+    plan: LatentPlan, out: Tensor, step: PackedRows, *, first_row: int, first_token: int, heads: int, v_scale: float
+) -> None:
+    """heads: of a program of the attending kernel."""
+    num_rows, num_heads, num_splits = plan.partial.shape[:3]
+    rank = out.shape[2]
+    grid(_merge_kernel, num_heads, num_rows)(
+        plan.partial, plan.counts, out, step.query_starts, v_scale, out.stride(0), first_row, first_token, num_splits,
+        NUM_HEADS=num_heads, HEADS=heads, RANK=rank, RANK_BLOCK=power_of_2(rank), PART=rank + PART_ENDS,
+        MAX_PARTS=MAX_SPLITS, **chain_options(out, 4),
     )  # fmt: skip
 
 
-def _attend_sizes(num_heads: int, rank: int, rope_dim: int) -> dict[str, int]:
+def _attend_sizes(num_heads: int, nope_dim: int, rank: int, rope_dim: int) -> dict[str, int]:
     return {
         "NUM_HEADS": num_heads,
+        "NOPE": nope_dim,
         "RANK": rank,
         "ROPE": rope_dim,
         "RANK_BLOCK": max(16, power_of_2(rank)),
@@ -474,16 +520,33 @@ def _dealt(num_heads: int, rank: int, dtype: torch.dtype, *, is_single: bool) ->
 
 def plan_latent(
     num_rows: int, num_heads: int, rank: int, *, dtype: torch.dtype, max_kv: int, device: torch.device
-) -> DecodePlan:
-    """How the contexts of rows with one token are cut. max_kv: an upper bound of what a query reads."""
+) -> LatentPlan:
+    """How the contexts of rows with one token are cut. max_kv: an upper bound of what a query reads.
+
+    With few rows into parts for all processors, which hold a program each; with many so that long rows don't keep
+    the others waiting.
+    """
     head_tiles = -(-num_heads // tuned(num_heads, rank, dtype)[0])
-    return plan_decode(num_rows, num_heads, head_tiles, rank, max_kv=max_kv, device=device)
+    programs = max(1, num_rows * head_tiles)
+    min_part = FEW_PART_TOKENS if programs <= FEW_PROGRAMS else PART_TOKENS
+    num_splits = max(-(-2 * PROCESSORS // programs), min(BALANCING_SPLITS, TARGET_PROGRAMS // programs))
+    if 2 * programs > TARGET_PROGRAMS:
+        num_splits, min_part = MANY_SPLITS // programs, LONG_PART_TOKENS
+    num_splits = max(1, min(num_splits, MAX_SPLITS, -(-max_kv // min_part)))
+    rows = num_rows if num_splits > 1 else 0
+    return LatentPlan(
+        num_splits,
+        min_part,
+        torch.empty((rows, num_heads, num_splits, rank + PART_ENDS), dtype=torch.float32, device=device),
+        torch.empty((rows, head_tiles), dtype=torch.int32, device=device),
+    )
 
 
 def tuned(num_heads: int, rank: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(pairs, tile, warps, stages) of a program. Chosen by what fits in a processor, not measured: 64 pairs of 512
-    values are 128 registers a thread of 8 warps, two tiles of 32 vectors 72 KiB of shared memory beside the queries.
+    values are 128 registers a thread of 8 warps, three tiles of 32 vectors 108 KiB of shared memory beside the queries.
+    Places come from a table, which takes stages too: with fewer than five no tile is read while another is worked on.
     """
     if dtype == torch.float32:
         return (16, 16, 4, 1) if rank > 128 else (MAX_PAIRS, 32, 4, 1)
-    return (MAX_PAIRS, 32, 8, 2) if num_heads > 16 else (32, 32, 4, 2)
+    return (MAX_PAIRS, 32, 8, 5) if num_heads > 16 else (32, 32, 4, 5)

@@ -1,4 +1,5 @@
-"""Triton kernels that work row by row: norm (+ residual) (+ quantise), activation * up (+ quantise), quantise.
+"""Triton kernels that work row by row: norm (+ residual) (+ quantise), activation * up (+ quantise), quantise, and the
+gate and norm behind a scan.
 
 Each reads its inputs once and rounds where the torch twins round, so that only values at a tie of the last rounding
 may differ.
@@ -12,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels._triton_chain import chain_options, grid, power_of_2, wait_for_predecessor
-from headrace.kernels.quantise import FP8, TINY, Form, Quantised
+from headrace.kernels.gated_norm import GateActivation, Ranks
+from headrace.kernels.quantise import FP8, PLAIN, TINY, Form, Quantised
 
 KINDS = {"plain": 0, "static": 1, "token": 2, "group": 3}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -20,6 +22,8 @@ MAX_BLOCK = 4096
 """Features that one program of an element-wise kernel takes."""
 MAX_ROW_BLOCK = 16384
 """Features that a program holds at once when it needs the whole row."""
+GROUPS_BLOCK = 1024
+"""Features that a program takes of gated groups, or one group. It never depends on the rows: nor do sums, then."""
 
 
 @triton.jit
@@ -297,6 +301,121 @@ def launch_quantise(x: Tensor, form: Form) -> Quantised:
             BLOCK=block,
             **chain_options(x, min(8, max(1, block // 512))),
         )
+    return Quantised(out, scales)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    x, gate, weight, squares, out, scales, eps, num_rows, groups, dim, count, gate_stride, weight_stride,
+    SILU: tl.constexpr, IS_GATED_FIRST: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Programs: blocks of rows, which are the groups of all tokens, one after another.
+
+    NORM: "none", "whole", "sum" (only each row's sum of squares, into `squares`), or "summed" (it comes from there).
+    """
+    wait_for_predecessor(CHAINED)
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    group, place = row % groups, row.to(tl.int64)[:, None] * dim + column[None, :]
+    is_row = row < num_rows
+    mask = is_row[:, None] & (column < dim)[None, :]
+    y = tl.load(x + place, mask=mask, other=0.0)
+    at_gate = (row // groups).to(tl.int64) * gate_stride + group * dim
+    active = tl.load(gate + at_gate[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        active = activate(active, 0)
+    else:
+        active = 1.0 / (1.0 + tl.exp(-active))
+    if IS_GATED_FIRST:
+        y *= active
+    if NORM == "sum":
+        tl.store(squares + row, tl.sum(y * y, 1), mask=is_row)
+        return
+    if NORM != "none":
+        if NORM == "whole":
+            total = tl.sum(y * y, 1)
+        else:
+            total = tl.load(squares + row, mask=is_row, other=0.0)
+        scale = tl.load(weight + (group * weight_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+        y = y * tl.rsqrt(total / count + eps)[:, None] * scale.to(tl.float32)
+    if not IS_GATED_FIRST:
+        y *= active
+    y = y.to(gate.dtype.element_ty)
+    if KIND == 0:
+        tl.store(out + place, y, mask=mask)
+    else:
+        y = y.to(tl.float32)
+        if KIND == 1:
+            y = y / tl.load(scales)
+        else:
+            part = tl.arange(0, BLOCK // GROUP)
+            parts = tl.reshape(y, (ROWS, BLOCK // GROUP, GROUP))
+            by_part = tl.maximum(tl.max(tl.abs(parts), 2) / 448.0, 1e-12)
+            y = tl.reshape(parts / by_part[:, :, None], (ROWS, BLOCK))
+            is_part = is_row[:, None] & (part * GROUP < dim)[None, :]
+            tl.store(scales + row.to(tl.int64)[:, None] * (dim // GROUP) + part[None, :], by_part, mask=is_part)
+        y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+        tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
+
+
+def launch_gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float = 0.0,
+    *,
+    act: GateActivation = "silu",
+    is_gated_first: bool = False,
+    ranks: Ranks | None = None,
+    form: Form = PLAIN,
+) -> Quantised:
+    """The contract of `gated_norm`."""
+    num_tokens, groups, dim = x.shape
+    if form.kind == "token" or (form.kind == "group" and dim % form.group):
+        # Features that share a scale lie in several programs.
+        plain = launch_gated_norm(x, gate, weight, eps, act=act, is_gated_first=is_gated_first, ranks=ranks)
+        return launch_quantise(plain.data, form)
+    assert gate.shape == x.shape and gate.stride(2) == 1 and (groups == 1 or gate.stride(1) == dim)
+    assert x.dtype == torch.float32 and x.is_contiguous() and (weight is None or weight.is_contiguous())
+    out = torch.empty((num_tokens, groups * dim), dtype=gate.dtype if form.is_plain else FP8, device=x.device)
+    scales = form.new_scales(num_tokens, groups * dim, x.device)
+    if not num_tokens:
+        return Quantised(out, scales)
+    block = power_of_2(dim)
+    rows = max(1, GROUPS_BLOCK // block)
+    squares = x if ranks is None else x.new_empty((num_tokens, groups, 1))
+
+    def run(norm: str) -> None:
+        grid(_gated_norm_kernel, -(-num_tokens * groups // rows))(
+            x,
+            gate,
+            gate if weight is None else weight,
+            squares,
+            out,
+            out if scales is None else scales,
+            eps,
+            num_tokens * groups,
+            groups,
+            dim,
+            dim if ranks is None else dim * ranks.count,
+            gate.stride(0),
+            dim if weight is not None and weight.dim() == 2 else 0,
+            SILU=act == "silu",
+            IS_GATED_FIRST=is_gated_first,
+            NORM=norm,
+            KIND=KINDS[form.kind],
+            GROUP=form.group,
+            ROWS=rows,
+            BLOCK=block,
+            **chain_options(gate, min(16, max(4, block // 512))),
+        )
+
+    if weight is None or ranks is None:
+        run("none" if weight is None else "whole")
+    else:
+        run("sum")
+        squares = ranks.add(squares)
+        run("summed")
     return Quantised(out, scales)
 
 

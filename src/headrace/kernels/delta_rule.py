@@ -36,8 +36,11 @@ def delta_rule(
     """
     if not v.is_cuda:
         return delta_rule_twin(q, k, v, decay=decay, beta=beta, state=state, step=step)
-    from headrace.kernels._triton_recurrent import launch_delta_rule
+    from headrace.kernels import _fla
+    from headrace.kernels._triton_delta import launch_delta_rule
 
+    if _fla.takes(q, v, decay, step):
+        return _fla.fla_delta_rule(q, k, v, decay=decay, beta=beta, state=state, step=step)
     return launch_delta_rule(q, k, v, decay=decay, beta=beta, state=state, step=step)
 
 

@@ -1,7 +1,7 @@
 """Mamba-2's state space (Dao and Gu 2024) over packed rows that go on from states.
 
-A head's state S [dim, state] decays and takes the token: S <- exp(decay) * S + x b^T with x already times its step
-size; the output is S c. The decay is one number a head, b and c are those of the head's group.
+A head's state S [dim, state] decays and takes the token: S <- exp(decay) * S + time * x b^T with the token's step size
+`time`; the output is S c + skip * x. The decay is one number a head, b and c are those of the head's group.
 """
 
 from __future__ import annotations
@@ -17,30 +17,38 @@ CHUNK = 64
 """Tokens that are computed together: pairs of them take memory."""
 
 
-def ssd(x: Tensor, b: Tensor, c: Tensor, *, decay: Tensor, state: Tensor, step: StateRows) -> Tensor:
+def ssd(
+    x: Tensor, b: Tensor, c: Tensor, *, time: Tensor, decay: Tensor, skip: Tensor, state: Tensor, step: StateRows
+) -> Tensor:
     """Scan the rows' tokens; a row of one token is a single update.
 
     Args:
-        x: [tokens, heads, dim] float32, times the step size.
-        b, c: [tokens, groups, state]; each serves heads / groups heads in a row.
+        x: [tokens, heads, dim].
+        b, c: [tokens, groups, state] in the type of x; each serves heads / groups heads in a row.
+        time: [tokens, heads] float32, step sizes, not below 0.
         decay: [tokens, heads] float32, logarithms, at most 0.
+        skip: [heads] float32.
         state: [slots, heads, dim, state]; the rows' slots are overwritten.
 
     Returns:
         [tokens, heads, dim] float32.
     """
     if not x.is_cuda:
-        return ssd_twin(x, b, c, decay=decay, state=state, step=step)
-    from headrace.kernels._triton_recurrent import launch_ssd
+        return ssd_twin(x, b, c, time=time, decay=decay, skip=skip, state=state, step=step)
+    from headrace.kernels._triton_ssd import launch_ssd
 
-    return launch_ssd(x, b, c, decay=decay, state=state, step=step)
+    return launch_ssd(x, b, c, time=time, decay=decay, skip=skip, state=state, step=step)
 
 
-def ssd_twin(x: Tensor, b: Tensor, c: Tensor, *, decay: Tensor, state: Tensor, step: StateRows) -> Tensor:
+def ssd_twin(
+    x: Tensor, b: Tensor, c: Tensor, *, time: Tensor, decay: Tensor, skip: Tensor, state: Tensor, step: StateRows
+) -> Tensor:
     """The plain torch form of `ssd`."""
+    skipped = skip[:, None] * x
+    x = x.float() * time[..., None]
     each = x.shape[1] // b.shape[1]
     b, c = b.float().repeat_interleave(each, 1), c.float().repeat_interleave(each, 1)
-    out = torch.empty_like(x)
+    out = torch.empty_like(x)  # [tokens, heads, dim] float32
     starts = step.context_starts
     for row in range(step.num_context_rows):
         slot = step.slots[row]
@@ -55,7 +63,7 @@ def ssd_twin(x: Tensor, b: Tensor, c: Tensor, *, decay: Tensor, state: Tensor, s
         live += x[rest][..., None] * b[rest][..., None, :]
         out[rest] = torch.einsum("rhds,rhs->rhd", live, c[rest])
         state[slots] = live.to(state.dtype)
-    return out
+    return out + skipped
 
 
 def _chunk(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,10 @@ class CausalLm(Decoder):
         """
         hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
         is_tied = config.flag("tie_word_embeddings", False)
+        tied = TIED if is_tied else {}
+        factory.read(
+            WeightMap((), rules, (*ROTARY_NAMES, *ignored), tied, renamed=renamed or {}, fused=fused or {}, kept=kept)
+        )
         embedding = factory.embedding("embed", vocab_size, hidden_size)
         super().__init__(
             embedding=embedding,
@@ -67,14 +71,7 @@ class CausalLm(Decoder):
             ropes=ropes if ropes is not None else {"all": factory.rotary(rope_settings(config), config.head_dim())},
             max_position=max_position(config) if positions is None else positions,
         )
-        self._weights = factory.weight_map(
-            rules,
-            ignored=(*ROTARY_NAMES, *ignored),
-            kept=kept,
-            tied=TIED if is_tied else {},
-            fused=fused,
-            renamed=renamed,
-        )
+        self._weights = factory.weight_map()
 
     def weight_map(self) -> WeightMap:
         return self._weights
@@ -90,21 +87,22 @@ class TextOf:
     is_capturable: ClassVar[bool] = True
     """As in `Decoder`."""
 
-    def __init__(self, text: Model, *, renamed: Mapping[str, str], ignored: Sequence[str]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Model],
+        factory: LayerFactory,
+        *,
+        renamed: Mapping[str, str],
+        ignored: Sequence[str],
+    ) -> None:
+        """make: the language model, from this factory."""
+        factory.read(WeightMap((), {}, ignored, renamed=renamed))
+        text = make()
         self.layers = text.layers
         self.vocab_size = text.vocab_size
         self.max_position = text.max_position
         self.ropes, self.embed, self.final, self.head = text.ropes, text.embed, text.final, text.head
-        weights = text.weight_map()
-        self._weights = WeightMap(
-            weights.modules,
-            weights.rules,
-            (*weights.ignored, *ignored),
-            weights.tied,
-            {**renamed, **weights.renamed},
-            weights.fused,
-            weights.kept,
-        )
+        self._weights = text.weight_map()
 
     def weight_map(self) -> WeightMap:
         return self._weights

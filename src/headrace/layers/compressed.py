@@ -272,7 +272,8 @@ def _by_groups(
     """num_groups: of this rank."""
     linear = column_linear(
         name, in_features, outputs,
-        bias=False, recipe=factory.recipe(name), dtype=factory.dtype, device=factory.device,
+        bias=False, recipe=factory.recipe_of(name, [out.name for out in outputs]), dtype=factory.dtype,
+        device=factory.device,
     )  # fmt: skip
     grouped = GroupedLinear(linear, num_groups=num_groups)
     factory.modules.append(grouped)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.delta_rule import delta_rule
-from headrace.kernels.rms_norm import rms_norm
+from headrace.kernels.gated_norm import gated_norm
 from headrace.kernels.short_conv import short_conv
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
@@ -130,7 +130,7 @@ class DeltaNet:
         mixed = short_conv(projected.qkv, small["conv"][:, 0], None, conv, live.step)
         keys = sizes.num_k_heads * sizes.k_dim
         q, k, v = mixed.split((keys, keys, sizes.num_v_heads * sizes.v_dim), -1)
-        decay = -small["decay"].float().exp() * F.softplus(projected.decay.float() + small["time_bias"].float())
+        decay = -small["decay"].exp() * F.softplus(projected.decay + small["time_bias"])  # float32, as the weights are
         out = delta_rule(
             q.unflatten(-1, (sizes.num_k_heads, sizes.k_dim)),
             k.unflatten(-1, (sizes.num_k_heads, sizes.k_dim)),
@@ -140,10 +140,7 @@ class DeltaNet:
             state=state,
             step=live.step,
         )
-        normed = rms_norm(out.flatten(0, 1), small["norm"].float(), self.eps)
-        assert isinstance(normed, Tensor)
-        gated = normed.view(out.shape) * F.silu(projected.gate.float())
-        return Act(gated.flatten(1).to(projected.qkv.dtype))
+        return gated_norm(out, projected.gate, small["norm"], self.eps, form=self.out.wanted)
 
     def output(self, mixed: Act) -> Tensor:
         """[tokens, v_heads * v_dim] -> [tokens, hidden], partial"""

@@ -25,8 +25,8 @@ from headrace.layers.mlp import Mlp, PlainMlp, activation
 from headrace.layers.norm import Norm
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act
-from headrace.layers.stacked import ByExpert, ExpertsShare, Side, StackedLinear, inner_unit
-from headrace.layers.weights import Init, Parameter
+from headrace.layers.stacked import ByExpert, ExpertsShare, Side, StackedLinear, inner_unit, stacked_names
+from headrace.layers.weights import Init, LinearNames, Parameter, WeightMap
 from headrace.quant._fixed import unfixed
 from headrace.quant.port import ExpertsRecipe
 
@@ -49,8 +49,8 @@ FUSED_STORED = {
 class ExpertsSetup:
     """What an engine decides for all experts layers."""
 
-    recipe: Callable[[str], ExpertsRecipe] | None = None
-    """Module name -> how its weights are stored; None: as the factory's recipe of that name."""
+    recipe: Callable[[LinearNames], ExpertsRecipe] | None = None
+    """A product -> how its weights are stored; None: as the factory's recipe of it."""
     backend: str = "AUTO"
     """As `moe_config.backend` names it, or a plug-in."""
     max_num_tokens: int | None = None
@@ -202,7 +202,8 @@ class ExpertsBuilder:
 
     name: str
     setup: ExpertsSetup
-    recipe: Callable[[str], object]
+    recipe: Callable[[LinearNames], object]
+    weights: WeightMap
     parallel: ParallelContext
     dtype: torch.dtype
     device: torch.device
@@ -227,9 +228,10 @@ class ExpertsBuilder:
             ValueError: numbers that don't fit each other, or a recipe that experts can't be stored by.
         """
         check_routing(self.name, routing)
-        first, second = self._recipe("gate_up"), self._recipe("down")
-        share = self._share(routing.num_experts, intermediate_size, (first, second))
         names = ("gate", "up") if act.is_gated else ("up",)
+        first = self._recipe("gate_up", names, routing.num_experts)
+        second = self._recipe("down", ("",), routing.num_experts)
+        share = self._share(routing.num_experts, intermediate_size, (first, second))
         gate_up = StackedLinear(
             f"{self.name}.gate_up",
             Side(names, intermediate_size, hidden_size, 0, act.is_interleaved),
@@ -272,9 +274,9 @@ class ExpertsBuilder:
     def _by_expert(self, part: str, num_experts: int, *, dtype: torch.dtype, init: Init) -> ByExpert:
         return ByExpert(f"{self.name}.router.{part}", num_experts, dtype=dtype, device=self.device, init=init)
 
-    def _recipe(self, part: str) -> ExpertsRecipe:
+    def _recipe(self, part: str, slots: Sequence[str], num_experts: int) -> ExpertsRecipe:
         name = f"{self.name}.{part}"
-        found: Any = (self.setup.recipe or self.recipe)(name)
+        found: Any = (self.setup.recipe or self.recipe)(stacked_names(self.weights, name, slots, num_experts))
         stored = unfixed(found)
         if not isinstance(stored, ExpertsRecipe):
             raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,13 +18,13 @@ from headrace.layers.mlp import ClampedMlp, Mlp, PlainMlp, activation, plain_act
 from headrace.layers.norm import CentredScale, Factor, HeadNorm, Norm, Scale
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.rope import RopeSettings, Rotary
-from headrace.layers.weights import Fused, Loadable, Part, Slot, WeightMap
+from headrace.layers.weights import LinearNames, Loadable, Part, Slot, WeightMap
 from headrace.quant.none import Dense
 from headrace.quant.port import Recipe
 
 SILU = ExpertAct()
-RecipeChoice = Callable[[str], Recipe]
-"""Module name -> how its weight is stored."""
+RecipeChoice = Callable[[LinearNames], Recipe]
+"""A linear -> how its weight is stored."""
 
 
 class LayerFactory:
@@ -57,11 +58,28 @@ class LayerFactory:
         self.experts_setup = experts or ExpertsSetup()
         self.plain = plain or Dense()
         self.modules: list[Loadable] = []
+        self._weights = WeightMap((), {})
+        """What the model has said of checkpoints."""
+
+    def read(self, weights: WeightMap) -> None:
+        """Take what checkpoints call things, to what was taken before; ahead of any linear, since how it is stored may
+        go by these names."""
+        self._weights = self._weights.with_names(weights)
+
+    def weight_map(self) -> WeightMap:
+        """The names that were taken, for the parameters built so far."""
+        return replace(self._weights, modules=tuple(self.modules))
+
+    def recipe_of(self, name: str, slots: Sequence[str] = ("",)) -> Recipe:
+        """Of a linear, whose weight has these slots."""
+        return self.recipe(self._weights.linear_names(name, slots))
 
     @property
     def is_plain(self) -> bool:
         """Whether the usual linears are stored as they are computed with."""
-        return all(isinstance(self.recipe(f"layers.0.{part}"), Dense) for part in ("attention.qkv", "mlp.down"))
+        return all(
+            isinstance(self.recipe(LinearNames(f"layers.0.{part}")), Dense) for part in ("attention.qkv", "mlp.down")
+        )
 
     def norm(self, name: str, features: int, *, eps: float, plus_one: bool = False) -> Norm:
         """An RMS norm over the hidden state.
@@ -129,8 +147,9 @@ class LayerFactory:
     def linear(self, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
         """A linear layer that every rank computes whole."""
         linear = replicated_linear(
-            name, in_features, out_features, bias=bias, recipe=self.recipe(name), dtype=self.dtype, device=self.device
-        )
+            name, in_features, out_features,
+            bias=bias, recipe=self.recipe_of(name), dtype=self.dtype, device=self.device,
+        )  # fmt: skip
         self.modules.append(linear)
         return linear
 
@@ -269,8 +288,8 @@ class LayerFactory:
             latent: what routed experts see of a token, and the way back from their sum.
         """
         builder = ExpertsBuilder(
-            name, setup=self.experts_setup, recipe=self.recipe, parallel=self.parallel, dtype=self.dtype,
-            device=self.device,
+            name, setup=self.experts_setup, recipe=self.recipe, weights=self._weights, parallel=self.parallel,
+            dtype=self.dtype, device=self.device,
         )  # fmt: skip
         routed = builder.routed(
             latent.size if latent else hidden_size, intermediate_size, routing, act=act, bias=bias, fused=fused,
@@ -322,7 +341,7 @@ class LayerFactory:
             name,
             vocab_size,
             hidden_size,
-            recipe=self.recipe(name),
+            recipe=self.recipe_of(name),
             parallel=self.parallel,
             dtype=self.dtype,
             device=self.device,
@@ -338,19 +357,6 @@ class LayerFactory:
 
     def rotary(self, settings: RopeSettings, head_dim: int) -> Rotary:
         return Rotary(settings, head_dim, device=self.device, max_len=self.max_len)
-
-    def weight_map(
-        self,
-        rules: Mapping[str, str],
-        *,
-        ignored: Sequence[str] = (),
-        tied: Mapping[str, str] | None = None,
-        renamed: Mapping[str, str] | None = None,
-        fused: Fused | None = None,
-        kept: Sequence[str] = (),
-    ) -> WeightMap:
-        """The map of checkpoint names to the parameters built so far."""
-        return WeightMap(tuple(self.modules), rules, ignored, tied or {}, renamed or {}, fused or {}, kept)
 
     def _kv_scales(self, name: str) -> KvScales:
         scales = KvScales(name, device=self.device)
@@ -370,8 +376,9 @@ class LayerFactory:
 
     def column(self, name: str, in_features: int, outputs: Sequence[Output], *, bias: bool) -> Linear:
         linear = column_linear(
-            name, in_features, outputs, bias=bias, recipe=self.recipe(name), dtype=self.dtype, device=self.device
-        )
+            name, in_features, outputs,
+            bias=bias, recipe=self.recipe_of(name, [out.name for out in outputs]), dtype=self.dtype, device=self.device,
+        )  # fmt: skip
         self.modules.append(linear)
         return linear
 
@@ -383,7 +390,7 @@ class LayerFactory:
             share=share,
             bias=bias,
             parallel=self.parallel,
-            recipe=self.recipe(name),
+            recipe=self.recipe_of(name),
             dtype=self.dtype,
             device=self.device,
         )

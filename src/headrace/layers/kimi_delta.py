@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.delta_rule import delta_rule
-from headrace.kernels.rms_norm import rms_norm
+from headrace.kernels.gated_norm import gated_norm
 from headrace.kernels.short_conv import short_conv
 from headrace.layers.factory import LayerFactory
 from headrace.layers.linear import Linear, Output
@@ -131,7 +131,8 @@ class KimiDelta:
         conv, state = live.tensors
         mixed = short_conv(projected.qkv, small["conv"][:, 0], None, conv, live.step)
         q, k, v = (part.unflatten(-1, by_head) for part in mixed.chunk(3, -1))
-        speed, rate = projected.decay.float() + small["time_bias"].float().view(by_head), small["decay"].float().exp()
+        # In float32, as the weights are: the sum widens what it reads.
+        speed, rate = projected.decay + small["time_bias"].view(by_head), small["decay"].exp()
         if self.sizes.lower_bound is None:
             decay = -rate.view(-1, 1) * F.softplus(speed)
         else:
@@ -145,10 +146,7 @@ class KimiDelta:
             state=state,
             step=live.step,
         )
-        normed = rms_norm(out.flatten(0, 1), small["norm"].float(), self.eps)
-        assert isinstance(normed, Tensor)
-        gated = normed.view(out.shape) * projected.gate.float().sigmoid()
-        return Act(gated.flatten(1).to(projected.qkv.dtype))
+        return gated_norm(out, projected.gate, small["norm"], self.eps, act="sigmoid", form=self.out.wanted)
 
     def output(self, mixed: Act) -> Tensor:
         """[tokens, heads * dim] -> [tokens, hidden], partial"""

@@ -242,7 +242,8 @@ def _unfold(factory: LayerFactory, name: str, sizes: LatentSizes, outputs: Seque
     """outputs: keys and values by head, this rank's share of them."""
     linear = column_linear(
         name, sizes.rank, outputs,
-        bias=False, recipe=factory.recipe(name), dtype=factory.dtype, device=factory.device,
+        bias=False, recipe=factory.recipe_of(name, [out.name for out in outputs]), dtype=factory.dtype,
+        device=factory.device,
     )  # fmt: skip
     num_heads = outputs[0].local_features // (sizes.nope_dim + sizes.v_dim)
     unfold = Unfold(linear, num_heads=num_heads, nope_dim=sizes.nope_dim, rank=sizes.rank)

@@ -104,7 +104,14 @@ def _parameter(linear: str, stored: Stored, weight: Sequence[Slot], *, device: t
     """The parameter of one stored tensor: slots and shares of the weight, in its units."""
     slots = [_slot(linear, stored, slot) for slot in weight]
     init = "normal" if stored.rows == stored.columns == 1 else "one"
-    return Parameter(f"{linear}.{stored.name}", slots, dtype=stored.dtype, device=device, init=init)
+    return Parameter(
+        f"{linear}.{stored.name}",
+        slots,
+        dtype=stored.dtype,
+        device=device,
+        init=init,
+        becomes_fp8=stored.becomes_fp8,
+    )
 
 
 def _slot(linear: str, stored: Stored, slot: Slot) -> Slot:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.gated_norm import Ranks, gated_norm
 from headrace.kernels.short_conv import short_conv
 from headrace.kernels.ssd import ssd
 from headrace.layers.factory import LayerFactory
@@ -26,6 +27,8 @@ IN_SLOTS = ("z", "x", "b", "c", "dt")
 CONV_SLOTS = ("x", "b", "c")
 WIDE_PARTS = ("decay", "time_bias", "skip")
 """By head, in float32."""
+NO_LIMITS = (0.0, math.inf)
+"""Of step sizes, which are a softplus."""
 Gating = Literal["gate, norm", "norm, gate", "gate"]
 """What comes behind the state space: the gate and a norm by group, in this order, or the gate alone."""
 
@@ -39,7 +42,7 @@ class MambaSizes:
     num_groups: int
     state: int
     kernel: int
-    time_limits: tuple[float, float] = (0.0, math.inf)
+    time_limits: tuple[float, float] = NO_LIMITS
     """Step sizes are cut to these."""
     has_conv_bias: bool = True
     has_bias: bool = False
@@ -131,32 +134,36 @@ class Mamba:
         mixed = short_conv(projected.xbc, small["conv"][:, 0], bias, conv, live.step)
         shared = sizes.num_groups * sizes.state
         x, b, c = mixed.split((sizes.width, shared, shared), -1)
-        x = x.unflatten(-1, (sizes.num_heads, sizes.dim)).float()
-        time = F.softplus(projected.time.float() + small["time_bias"]).clamp(*sizes.time_limits)
+        time = F.softplus(projected.time + small["time_bias"])  # float32, as the weight is
+        if sizes.time_limits != NO_LIMITS:
+            time = time.clamp(*sizes.time_limits)
         out = ssd(
-            x * time[..., None],
+            x.unflatten(-1, (sizes.num_heads, sizes.dim)),
             b.unflatten(-1, (sizes.num_groups, sizes.state)),
             c.unflatten(-1, (sizes.num_groups, sizes.state)),
+            time=time,
             decay=-small["decay"].exp() * time,
+            skip=small["skip"],
             state=state,
             step=live.step,
         )
-        out = out + small["skip"][:, None] * x
-        return Act(self._gated(out.flatten(1), F.silu(projected.gate.float())).to(projected.xbc.dtype))
+        return self._gated(out, projected.gate)
 
-    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
-        """[tokens, width] float32 each -> the same"""
-        if self.sizes.gating == "norm, gate":
-            return self._normed(out) * gate
-        return self._normed(out * gate) if self.sizes.gating == "gate, norm" else out * gate
-
-    def _normed(self, mixed: Tensor) -> Tensor:
-        """An RMS norm by group. [tokens, width] float32 -> the same"""
-        groups = mixed.unflatten(-1, (self.sizes.num_groups, -1))
-        squares, count = groups.square().sum(-1, keepdim=True), groups.shape[-1]
-        if self.spread is not None:
-            squares, count = self.spread.collectives.all_reduce(squares), count * self.spread.size
-        return (groups * torch.rsqrt(squares / count + self.eps)).flatten(1) * self.small["norm"].float()
+    def _gated(self, out: Tensor, gate: Tensor) -> Act:
+        """out: [tokens, heads, dim] float32; gate: [tokens, width]"""
+        sizes, form = self.sizes, self.out.wanted
+        if sizes.gating == "gate":
+            return gated_norm(out, gate.unflatten(-1, (sizes.num_heads, sizes.dim)), None, form=form)
+        by_group = (sizes.num_groups, -1)
+        return gated_norm(
+            out.flatten(1).unflatten(-1, by_group),
+            gate.unflatten(-1, by_group),
+            self.small["norm"].view(by_group),
+            self.eps,
+            is_gated_first=sizes.gating == "gate, norm",
+            ranks=None if self.spread is None else Ranks(self.spread.collectives.all_reduce, self.spread.size),
+            form=form,
+        )
 
     def output(self, mixed: Act) -> Tensor:
         """[tokens, width] -> [tokens, hidden], partial"""
@@ -268,7 +275,7 @@ def mamba_fused(block: str, sizes: MambaSizes) -> Fused:
 
 def time_limits(config: HfConfig) -> tuple[float, float]:
     """`time_step_limit`. JSON has no infinity: configs write `Infinity`, or it as a string or in an object."""
-    stated = config.get("time_step_limit", (0.0, math.inf))
+    stated = config.get("time_step_limit", NO_LIMITS)
     try:
         low, high = (_number(value) for value in stated)
     except (TypeError, ValueError):

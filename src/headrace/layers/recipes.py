@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from headrace.config.on_load import plain_layers
+from headrace.layers.weights import LinearNames
 from headrace.quant._fixed import Fixed
 from headrace.quant.fp8 import Fp8
 from headrace.quant.fp8_block import Fp8Block
@@ -22,22 +25,9 @@ from headrace.quant.mxfp4_packed import Mxfp4Packed
 from headrace.quant.none import Dense
 from headrace.quant.port import ExpertsRecipe, Recipe
 
-CHECKPOINT_NAMES = {
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.out": ("self_attn.o_proj",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-    "shared.gate_up": ("shared_experts.gate_proj", "shared_experts.up_proj"),
-    "shared.down": ("shared_experts.down_proj",),
-}
-"""The end of a linear's name here -> what checkpoints call the linears that are fused in it."""
-
-EXPERTS_NAMES = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts")
-"""What checkpoints call the experts of a layer."""
-
+RATES = ("delta.rates", "delta.beta")
+"""Small linears of recurrent layers, which say how much a state takes up and how fast it decays."""
 BLOCK_SIDES = [128, 128]
-MIN_LAYERS = 8
-"""Of a model whose first and last layer stay as they are where weights are quantised at load."""
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 MXFP4_WEIGHTS: Mapping[str, Any] = {"type": "float", "num_bits": 4, "group_size": 32}
 """What compressed-tensors states of such a group's weights."""
@@ -50,83 +40,106 @@ MODELOPT: Mapping[str, Recipe] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recipes:
     """A recipe for every linear: a `RecipeChoice`."""
 
     quantised: Recipe
     plain: Recipe
     ignored: tuple[str, ...] = ()
-    """Names, patterns with `*`, or `re:` and a regular expression, of linears that are plain."""
+    """Names as checkpoints have them, patterns with `*`, or `re:` and a regular expression, of linears that are
+    plain."""
     is_kv_fp8: bool = False
     """The checkpoint asks for an FP8 cache."""
     experts: ExpertsRecipe | None = None
     """Of routed experts, where theirs is another recipe than the linears'."""
+    plain_here: tuple[str, ...] = ()
+    """The like, by names as the layer factory has them."""
 
     def fixed(self) -> Recipes:
         """The same weights, multiplied alike whatever the number of rows is (`deterministic`)."""
         plain = Fixed(self.plain)
         return replace(self, quantised=plain if self.quantised is self.plain else Fixed(self.quantised), plain=plain)
 
-    def __call__(self, name: str) -> Recipe:
-        """name: of a linear as the layer factory has it.
-
+    def __call__(self, linear: LinearNames) -> Recipe:
+        """
         Raises:
             ValueError: of linears that are computed as one, some are quantised and some are not.
         """
-        if name == HEAD or self.quantised is self.plain:
+        if linear.here == HEAD or self.quantised is self.plain:
             return self.plain
-        names = checkpoint_names(name)
-        ignored = [any(is_named(known, pattern) for pattern in self.ignored) for known in names]
-        if ".shared." in name:  # the other spelling
-            other = [known.replace("shared_experts", "shared_expert") for known in names]
-            ignored = [
-                was or any(is_named(known, pattern) for pattern in self.ignored) for was, known in zip(ignored, other)
-            ]
-        if any(ignored) != all(ignored):
-            plain = names[ignored.index(True)]
-            raise ValueError(f"the checkpoint leaves {plain} unquantised but not the linears fused with it: not served")
-        return self.plain if ignored[0] else self.quantised
+        return self.plain if self._is_plain(linear) else self.quantised
 
-    def of_experts(self, name: str) -> ExpertsRecipe:
-        """name: of a product of a layer's routed experts, as the layer factory has it.
+    def of_experts(self, product: LinearNames) -> ExpertsRecipe:
+        """product: of a layer's routed experts.
 
         Raises:
-            ValueError: a recipe that experts can't be stored by.
+            ValueError: a recipe that experts can't be stored by, or not all of them by one.
         """
-        layer = name.split(".mlp")[0]
-        names = [f"model.{layer}.{block}{part}" for block in EXPERTS_NAMES for part in ("", ".0.down_proj", ".0.w2")]
-        is_plain = any(is_named(known, pattern) for known in names for pattern in self.ignored)
-        found = self.plain if is_plain else self.experts or self.quantised
+        found = self.plain if self._is_plain(product) else self.experts or self.quantised
         if not isinstance(found, ExpertsRecipe):
             raise ValueError(
-                f"{name}: experts stored as {type(found).__name__} are not served: use an unquantised checkpoint, or"
-                " one in FP8 or MXFP4"
+                f"{product.here}: experts stored as {type(found).__name__} are not served: use an unquantised"
+                " checkpoint, or one in FP8 or MXFP4"
             )
         return found
 
+    def _is_plain(self, linear: LinearNames) -> bool:
+        if self._plain_here.holds(linear.here):
+            return True
+        plain, others = list[str](), list[str]()
+        for names in linear.stored or ((linear.here,),):
+            known = next(filter(self._ignored.holds, names), None)
+            (others if known is None else plain).append(known or names[0])
+        if plain and others:
+            raise ValueError(
+                f"the checkpoint leaves {plain[0]} unquantised but not {others[0]}, which is fused with it: not served"
+            )
+        return not others
 
-def _end_layers(num_layers: int | None) -> tuple[str, ...]:
-    """Modules of the first and the last layer, whose errors weigh most (Llama Team 2024, section 6.2); none of a model
-    with few layers."""
-    if num_layers is None or num_layers < MIN_LAYERS:
-        return ()
-    return tuple(f"{prefix}layers.{layer}" for layer in (0, num_layers - 1) for prefix in ("model.", ""))
+    @cached_property
+    def _ignored(self) -> Modules:
+        return Modules.of(self.ignored)
+
+    @cached_property
+    def _plain_here(self) -> Modules:
+        return Modules.of(self.plain_here)
 
 
-def checkpoint_names(name: str) -> tuple[str, ...]:
-    """`layers.3.mlp.down` -> `model.layers.3.mlp.down_proj`; a fused linear has several."""
-    for end, originals in CHECKPOINT_NAMES.items():
-        if name.endswith(f".{end}"):
-            return tuple(f"model.{name.removesuffix(end)}{original}" for original in originals)
-    return (name,)
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """A checkpoint's list of modules. Such lists may have tens of thousands of names."""
+
+    names: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+
+    @classmethod
+    def of(cls, entries: Sequence[str]) -> Modules:
+        """
+        Raises:
+            re.error: an entry with a faulty regular expression.
+        """
+        names = frozenset(entry for entry in entries if not entry.startswith("re:") and not set(entry) & {*"*?["})
+        return cls(names, tuple(_pattern(entry) for entry in entries if entry not in names))
+
+    def holds(self, name: str) -> bool:
+        """Whether some entry means this linear: it, or a module around it."""
+        ends = [at for at, character in enumerate(name) if character == "."]
+        around = (name, *(name[:end] for end in ends))
+        return not self.names.isdisjoint(around) or any(pattern.match(name) for pattern in self.patterns)
 
 
-def is_named(name: str, pattern: str) -> bool:
-    """Whether an entry of a checkpoint's list of ignored modules means a linear: it, or a module around it."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+def _pattern(entry: str) -> re.Pattern[str]:
+    if entry.startswith("re:"):
+        return re.compile(entry[3:])
+    return re.compile(f"{fnmatch.translate(entry)}|{fnmatch.translate(f'{entry}.*')}")
+
+
+def _plain_on_load(num_layers: int) -> tuple[str, ...]:
+    """What stays as it is where a plain checkpoint is quantised; plans count the same."""
+    layers = plain_layers(num_layers)
+    ends = [f"layers.{layer}" for layer in layers]
+    return (*ends, *(("inputs",) if layers else ()), *(f"layers.*.{part}" for part in RATES))
 
 
 def read_recipes(
@@ -134,15 +147,15 @@ def read_recipes(
     *,
     hf_quant_config: Mapping[str, Any] | None = None,
     force_dynamic: bool = False,
-    num_layers: int | None = None,
+    num_layers: int = 0,
 ) -> Recipes:
     """The recipes of a checkpoint.
 
     Args:
         config: config.json, of the language model.
         hf_quant_config: that file, where there is one.
-        force_dynamic: quantise a plain checkpoint to FP8 at load (`force_dynamic_quantization`), but for its first and
-            last layer.
+        force_dynamic: quantise a plain checkpoint to FP8 at load (`force_dynamic_quantization`), but for its
+            `plain_layers` and what decides how fast states decay.
         num_layers: of the model, for `force_dynamic`.
 
     Raises:
@@ -156,7 +169,8 @@ def read_recipes(
         return _modelopt(inner, "hf_quant_config.json: quantization", ignored=inner.get("exclude_modules"))
     if stated is None:
         plain = Dense()
-        return Recipes(Fp8OnLoad(), plain, _end_layers(num_layers)) if force_dynamic else Recipes(plain, plain)
+        on_load = Recipes(Fp8OnLoad(), plain, plain_here=_plain_on_load(num_layers))
+        return on_load if force_dynamic else Recipes(plain, plain)
     place = "config.json: quantization_config"
     if not isinstance(stated, Mapping):
         raise ValueError(f"{place} must be an object, not {stated!r}")
@@ -251,4 +265,8 @@ def _names(ignored: Any, place: str) -> tuple[str, ...]:
         return ()
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise ValueError(f"{place}: the list of modules that are not quantised must hold names, not {ignored!r}")
+    try:
+        Modules.of(ignored)
+    except re.error as error:
+        raise ValueError(f"{place}: the list of modules that are not quantised: {error}") from error
     return tuple(ignored)

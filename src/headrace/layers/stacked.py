@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.moe.port import Stacked
-from headrace.layers.weights import Init, Parameter, Part, Slot
+from headrace.layers.weights import Init, LinearNames, Parameter, Part, Slot, WeightMap
 from headrace.quant.port import ExpertsRecipe, Stored
 
 FUSED = "fused"
@@ -136,11 +136,18 @@ class StackedParameter(Parameter):
         device: torch.device,
     ) -> None:
         slots = [
-            Slot(".".join(filter(None, (str(expert), name))), *_place(linear, stored, side, share, expert))
+            Slot(_slot_name(expert, name), *_place(linear, stored, side, share, expert))
             for expert in range(num_experts)
             for name in side.names
         ]
-        super().__init__(f"{linear}.{stored.name}", slots, dtype=stored.dtype, device=device, init=_init(stored))
+        super().__init__(
+            f"{linear}.{stored.name}",
+            slots,
+            dtype=stored.dtype,
+            device=device,
+            init=_init(stored),
+            becomes_fp8=stored.becomes_fp8,
+        )
         self._experts = share.num_experts
         self._is_transposed = transposed and stored.rows == stored.columns == 1
         self._fused = _fused(slots, side, num_experts, share, transposed=self._is_transposed)
@@ -174,6 +181,23 @@ class StackedParameter(Parameter):
     def take(self) -> Tensor:
         """[experts, rows, ...]"""
         return super().take().unflatten(0, (self._experts, -1))
+
+
+def stacked_names(weights: WeightMap, name: str, slots: Sequence[str], num_experts: int) -> LinearNames:
+    """What checkpoints call the first and the last expert's, each of which may be in a tensor of all.
+
+    Args:
+        name, slots: of a `StackedLinear`, and `Side.names` of it.
+    """
+    (joined,) = weights.linear_names(name, [FUSED]).stored
+    around = [tensor.rpartition(".")[0] for tensor in joined]
+    ends = [_slot_name(expert, slot) for expert in (0, num_experts - 1) for slot in slots]
+    alone = weights.linear_names(name, ends).stored
+    return LinearNames(name, tuple((*names, *joined, *around) for names in alone))
+
+
+def _slot_name(expert: int, weight: str) -> str:
+    return f"{expert}.{weight}" if weight else str(expert)
 
 
 def _init(stored: Stored) -> Init:

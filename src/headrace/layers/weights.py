@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from headrace.config.on_load import fp8_bits
 
 MAPPED_BYTES = 1 << 20
 """From this size on a parameter on the CPU has a mapping of its own."""
@@ -84,12 +86,14 @@ class Parameter:
         init: Init = "normal",
         num_padding: int = 0,
         default: float | None = None,
+        becomes_fp8: bool = False,
     ) -> None:
         """
         Args:
             init: what `load_format: dummy` fills it with.
             num_padding: zero rows after the last slot.
             default: the value of a slot that a checkpoint leaves out; None if it may not.
+            becomes_fp8: as of the quant room's `Stored`.
         """
         self.name = name
         self.slots = tuple(slots)
@@ -97,6 +101,7 @@ class Parameter:
         self.device = device
         self.init: Init = init
         self.default = default
+        self.becomes_fp8 = becomes_fp8
         rows = sum(slot.local_shape[0] for slot in self.slots) + num_padding
         self.shape = (rows, *self.slots[0].local_shape[1:])
         self._data: Tensor | None = None
@@ -108,6 +113,11 @@ class Parameter:
     @property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Once it's loaded, before any packing."""
+        return round(math.prod(self.shape) * fp8_bits(self.shape[-1]) / 8) if self.becomes_fp8 else self.size_bytes
 
     @property
     def is_loaded(self) -> bool:
@@ -174,6 +184,16 @@ class Target:
     module: Loadable
     parameter: Parameter
     slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class LinearNames:
+    """A linear by its name here, and by what a checkpoint may call it."""
+
+    here: str
+    stored: tuple[tuple[str, ...], ...] = ()
+    """For each of the checkpoint's linears that are one here, every name that it may have there, without `.weight`.
+    Empty where nobody said."""
 
 
 Fused = Mapping[str, Mapping[str, int]]
@@ -245,26 +265,60 @@ class WeightMap:
 
     def checkpoint_name(self, parameter: Parameter, slot_name: str) -> str:
         """The inverse of `find`, for messages: what a checkpoint calls this slot."""
-        wanted = f"{parameter.name}:{slot_name}" if slot_name else parameter.name
-        for source, target in self.rules.items():
-            match = _pattern(target).fullmatch(wanted)
-            if match:
-                return self._holder(_fill(source, match.groups()))
+        wanted = _place(parameter.name, slot_name)
+        for name in self._sources(wanted):
+            return next(self._holders(name), name)
         return wanted
 
-    def _holder(self, name: str) -> str:
-        """The fused tensor that holds this one, or itself."""
-        for holder, pieces in self.fused.items():
-            for piece in pieces:
-                match = _pattern(piece).fullmatch(name)
-                if match:
-                    return _fill(holder, match.groups())
-        return name
+    def with_names(self, other: WeightMap) -> WeightMap:
+        """The other's names beside these; its modules aren't taken."""
+        return replace(
+            self,
+            rules={**self.rules, **other.rules},
+            ignored=(*self.ignored, *other.ignored),
+            tied={**self.tied, **other.tied},
+            renamed={**self.renamed, **other.renamed},
+            fused={**self.fused, **other.fused},
+            kept=(*self.kept, *other.kept),
+        )
+
+    def linear_names(self, linear: str, slots: Sequence[str]) -> LinearNames:
+        """What checkpoints call a linear, which need not be there yet: by every rule, alone or in a fused tensor, with
+        every prefix."""
+        return LinearNames(linear, tuple(self._linear_names(linear, slot) for slot in slots))
+
+    def _linear_names(self, linear: str, slot: str) -> tuple[str, ...]:
+        names = [*self._sources(_place(f"{linear}.weight", slot))]
+        names += [holder for name in names for holder in self._holders(name)]
+        prefixed = [
+            old + name[len(new) :] for name in names for old, new in self.renamed.items() if name.startswith(new)
+        ]
+        return tuple(name.removesuffix(".weight") for name in (*names, *prefixed)) or (linear,)
+
+    def _sources(self, place: str) -> Iterator[str]:
+        """Names whose rules lead to this `parameter` or `parameter:slot`."""
+        for pattern, source in self._targets:
+            match = pattern.fullmatch(place)
+            if match:
+                yield _fill(source, match.groups())
+
+    def _holders(self, name: str) -> Iterator[str]:
+        """The fused tensors that may hold this one."""
+        for pattern, holder in self._held:
+            match = pattern.fullmatch(name)
+            if match:
+                yield _fill(holder, match.groups())
 
     @property
     def weight_bytes(self) -> int:
-        """On this rank, before any packing; known before anything is loaded. Numbers with a default aren't counted."""
+        """On this rank, as a checkpoint stores them; known before anything is loaded. Numbers with a default aren't
+        counted."""
         return sum(parameter.size_bytes for _, parameter in self._parameters.values() if parameter.default is None)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the same parameters, what stays once they are loaded, before any packing."""
+        return sum(parameter.held_bytes for _, parameter in self._parameters.values() if parameter.default is None)
 
     @cached_property
     def _parameters(self) -> dict[str, tuple[Loadable, Parameter]]:
@@ -280,6 +334,14 @@ class WeightMap:
         return [(_pattern(source), target) for source, target in self.rules.items()]
 
     @cached_property
+    def _targets(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(_pattern(target), source) for source, target in self.rules.items()]
+
+    @cached_property
+    def _held(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(_pattern(piece), holder) for holder, pieces in self.fused.items() for piece in pieces]
+
+    @cached_property
     def _fused(self) -> list[tuple[re.Pattern[str], Mapping[str, int]]]:
         return [(_pattern(name), pieces) for name, pieces in self.fused.items()]
 
@@ -290,6 +352,11 @@ class WeightMap:
     @cached_property
     def _kept(self) -> list[re.Pattern[str]]:
         return [_pattern(pattern) for pattern in self.kept]
+
+
+def _place(parameter: str, slot: str) -> str:
+    """As the target of a rule has it."""
+    return f"{parameter}:{slot}" if slot else parameter
 
 
 def _pattern(name: str) -> re.Pattern[str]:

@@ -152,9 +152,7 @@ class DeepseekV4Model(CausalLm):
             kept=("mtp.**",),
         )
         self.hyper_head = hyper_head(factory, "hyper_head", streams)
-        self._weights = factory.weight_map(
-            RULES, renamed=self._weights.renamed, kept=self._weights.kept, tied=self._weights.tied
-        )
+        self._weights = factory.weight_map()
 
     def ropes(self, positions: Tensor) -> dict[str, Rope]:
         entries = self.rotaries[ENTRY_ROPE]

@@ -61,6 +61,8 @@ class Gemma3Model(Decoder):
         text, is_tied = _text_config(config)
         hidden_size, vocab_size = text.integer("hidden_size"), text.integer("vocab_size")
         kinds = layer_kinds(text, sliding_pattern=text.integer("sliding_window_pattern"))
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
+        factory.read(WeightMap((), RULES, (*ROTARY_NAMES, *VISION_NAMES), tied, RENAMED))
         embedding = factory.embedding("embed", vocab_size, hidden_size)
         super().__init__(
             embedding=embedding,
@@ -78,12 +80,7 @@ class Gemma3Model(Decoder):
         )
         # In the dtype of the weights, as the model was trained: in bfloat16 the root of 3072 is 55.5, not 55.4256.
         self.embedding_scale = torch.tensor(hidden_size**0.5, dtype=factory.dtype, device=factory.device)
-        self._weights = factory.weight_map(
-            RULES,
-            ignored=(*ROTARY_NAMES, *VISION_NAMES),
-            tied={"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {},
-            renamed=RENAMED,
-        )
+        self._weights = factory.weight_map()
 
     def weight_map(self) -> WeightMap:
         return self._weights

@@ -146,10 +146,15 @@ class Gemma4Model(Decoder):
         kinds = layer_kinds(text, sliding_pattern=6)
         kinds[-1] = FULL
         is_tied = text.flag("tie_word_embeddings", True)
+        sources = _sources(text, kinds)
+        # Checkpoints have keys and values of layers that attend to another's, too.
+        shared = [f"model.layers.{index}.self_attn" for index, source in enumerate(sources) if source is not None]
+        unused = [f"{layer}.{part}.*" for layer in shared for part in ("k_proj", "v_proj", "k_norm")]
+        ignored = (*ROTARY_NAMES, *BESIDE, *unused)
+        factory.read(WeightMap((), RULES, ignored, TIED if is_tied else {}, RENAMED))
         embedding = factory.embedding("embed", vocab_size, hidden_size)
         inputs = _layer_inputs(text, factory)
         layers: list[Gemma4Layer] = []
-        sources = _sources(text, kinds)
         for index, source in enumerate(sources):
             kept = None if source is None else (source, layers[source].attention)
             layers.append(_layer(text, factory, index, kind=kinds[index], inputs=inputs, source=kept))
@@ -171,12 +176,7 @@ class Gemma4Model(Decoder):
             max_position=text.integer("max_position_embeddings"),
         )
         self.embedding_scale = torch.tensor(hidden_size**0.5, dtype=factory.dtype, device=factory.device)
-        # Checkpoints have keys and values of layers that attend to another's, too.
-        shared = [f"model.layers.{index}.self_attn" for index, source in enumerate(sources) if source is not None]
-        unused = [f"{layer}.{part}.*" for layer in shared for part in ("k_proj", "v_proj", "k_norm")]
-        self._weights = factory.weight_map(
-            RULES, ignored=(*ROTARY_NAMES, *BESIDE, *unused), tied=TIED if is_tied else {}, renamed=RENAMED
-        )
+        self._weights = factory.weight_map()
 
     def weight_map(self) -> WeightMap:
         return self._weights

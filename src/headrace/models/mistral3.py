@@ -53,4 +53,5 @@ class Mistral3Model(TextOf):
             raise ValueError(
                 f"{text.place}: the language model {text.model_type!r} is not served: {', '.join(kinds)} are"
             )
-        super().__init__(kinds[text.model_type](text, factory), renamed=RENAMED, ignored=VISION_NAMES)
+        make = kinds[text.model_type]
+        super().__init__(lambda: make(text, factory), factory, renamed=RENAMED, ignored=VISION_NAMES)

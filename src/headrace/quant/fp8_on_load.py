@@ -20,7 +20,7 @@ class Fp8OnLoad(_fp8.Fp8Recipe):
 
     def stored(self, dtype: torch.dtype) -> tuple[Stored, ...]:
         """The plain weight."""
-        return (Stored("weight", dtype),)
+        return (Stored("weight", dtype, becomes_fp8=True),)
 
     def load(
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, widths: Sequence[int], dtype: torch.dtype

@@ -56,6 +56,8 @@ class Stored:
     """Dimensions of one entry: the bytes that hold a block's codes."""
     is_scale: bool = False
     """Whether its entries are what codes are multiplied with, as exponents."""
+    becomes_fp8: bool = False
+    """Whether it is in FP8 with a scale for each output once it's loaded."""
 
 
 @runtime_checkable

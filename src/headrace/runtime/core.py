@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from headrace import wire
 from headrace.config.llm_args import LlmArgs
 from headrace.config.show import as_dict
@@ -112,23 +114,34 @@ def _connector(args: LlmArgs, facts: EngineFacts, settled: Settled) -> Connect:
     return lambda kv, section: External(kv, ports[section], section=section, num_sections=count)
 
 
-def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: float) -> wire.ModelInfo:
-    settings = core.settled.scheduler
-    cache = core.scheduler.sections[0].kv.settings
-    reuse = reuse_of(cache, core.facts.groups)
+def request_limits(name: str, args: LlmArgs, facts: EngineFacts, settled: Settled) -> wire.ModelInfo:
+    """What a request may ask for; of an engine that runs or of one that is planned.
+
+    Args:
+        name: of the model, as users know it.
+    """
+    settings = settled.scheduler
     return wire.ModelInfo(
-        model=source.name,
-        model_type=core.facts.model_type,
-        vocab_size=core.facts.vocab_size,
-        num_valid_ids=core.facts.num_valid_ids,
-        hidden_size=core.facts.hidden_size,
+        model=name,
+        model_type=facts.model_type,
+        vocab_size=facts.vocab_size,
+        num_valid_ids=facts.num_valid_ids,
+        hidden_size=facts.hidden_size,
         max_seq_len=settings.max_seq_len,
         max_num_tokens=settings.max_num_tokens,
         max_batch_size=settings.max_batch_size,
         max_beam_width=args.max_beam_width,
         enable_chunked_prefill=settings.chunked_prefill,
-        kv_num_blocks=core.settled.usable_blocks,
+        kv_num_blocks=settled.usable_blocks,
         tokens_per_block=settings.tokens_per_block,
+    )
+
+
+def model_info(args: LlmArgs, source: ModelSource, core: Core, *, started_s: float) -> wire.ModelInfo:
+    cache = core.scheduler.sections[0].kv.settings
+    reuse = reuse_of(cache, core.facts.groups)
+    return msgspec.structs.replace(
+        request_limits(source.name, args, core.facts, core.settled),
         reuse=wire.ReuseInfo(
             granularity=reuse.granularity, event_buffer=cache.event_buffer_size if reuse.granularity else 0
         ),

@@ -19,7 +19,7 @@ from headrace.hub.rank_share import (
 )
 from headrace.hub.shape import AttentionShape, Form, ModelShape, Storage, activation_bytes, graph_bytes, logits_bytes
 from headrace.hub.stages import stages
-from headrace.hub.storage import quantised
+from headrace.hub.storage import in_fp8_on_load, quantised
 from headrace.runtime.gpus import Device
 from headrace.runtime.settle import NoRoom, Settled, length_limit, settle
 from headrace.seam import EngineFacts
@@ -110,6 +110,8 @@ def forecast(args: LlmArgs, shape: ModelShape, spread: Spread) -> Forecast:
     Raises:
         ValueError: settings that contradict the model, by name.
     """
+    if args.force_dynamic_quantization and not shape.storage.bits and args.dtype in COMPUTE_DTYPES:
+        shape = in_fp8_on_load(shape)
     storage = quantised(args.dtype) if args.dtype not in COMPUTE_DTYPES else shape.storage
     dtype = shape.dtype if args.dtype == "auto" or args.dtype not in COMPUTE_DTYPES else args.dtype
     if dtype not in DTYPE_BITS:
@@ -220,6 +222,11 @@ class Change:
     problem: str
     """Why nothing fits even then."""
 
+    @property
+    def yaml(self) -> str:
+        """The value as a file has it."""
+        return "null" if self.value is None else str(self.value).lower()
+
 
 def turn_down(start: Forecast, *, length: int, concurrency: int) -> list[Change]:
     """Settings to change until `concurrency` requests of `length` tokens fit, the cheapest first.
@@ -290,7 +297,7 @@ def _turns(now: Forecast, *, length: int, concurrency: int) -> Iterator[tuple[st
     if kv.dtype == "auto":
         yield "kv_cache_config.dtype", FP8, with_args(kv_dtype=FP8)
     if not now.storage.bits:
-        yield "dtype", FP8, with_args(dtype=FP8)
+        yield "force_dynamic_quantization", True, with_args(force_dynamic_quantization=True)
     ranks, spread = now.spread.ranks, now.spread
     if not spread.device.name.startswith("cpu") and ranks.tensor < 64:
         wider = Ranks(

@@ -9,7 +9,12 @@ from headrace.hub.shape import RecurrentShape
 from headrace.runtime.forecast import Change, Forecast, Stage
 from headrace.runtime.memory_table import GIB, describe
 
-FORM_NAMES = {"linear": "linears", "expert": "routed experts", "plain": "embedding, head, norms", "float32": "float32"}
+FORM_NAMES = {
+    "linear": "linears",
+    "expert": "routed experts",
+    "plain": "plain (embedding, head, norms)",
+    "float32": "float32",
+}
 
 
 def as_dict(forecast: Forecast, changes: Sequence[Change], *, length: int, concurrency: int) -> dict[str, Any]:
@@ -158,7 +163,7 @@ def _fit_lines(forecast: Forecast, length: int, concurrency: int) -> list[str]:
 def _change_lines(forecast: Forecast, changes: Sequence[Change], length: int, concurrency: int) -> list[str]:
     rows = [
         (
-            f"{change.setting}: {'null' if change.value is None else change.value}",
+            f"{change.setting}: {change.yaml}",
             "does not fit yet" if change.problem else f"{change.num_requests:,} requests",
             "",
         )

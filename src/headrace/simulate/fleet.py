@@ -17,9 +17,8 @@ from headrace.simulate.instance import Instance
 from headrace.simulate.model import Model
 from headrace.simulate.routing import Loads, Router, round_robin
 from headrace.simulate.tally import Tally
-from headrace.types import Delta, Request, Sampling
+from headrace.types import Delta, Request
 
-GREEDY = Sampling()
 DUE, ENDED, TURN = range(3)
 """Kinds of events, in the order of those at one moment: a turn hears of everything that came before it."""
 
@@ -165,7 +164,8 @@ class Run:
     def _hand_over(self, now_s: float) -> None:
         for number, due_s in self._turns.due(now_s):
             self._tally.start_s[number] = due_s
-            request = self._request(number, due_s)
+            task = self._turns.tasks[number]
+            request = task.request(self._first_id + number, arrival_s=due_s, cache_salt=self._cache_salt)
             at = self._router(request, self._instances, self._loads)
             self._loads.begin(at, request)
             self._where[number] = at, request
@@ -194,14 +194,3 @@ class Run:
 
     def _push(self, time_s: float, kind: int, at: int, what: object) -> None:
         heapq.heappush(self._events, (time_s, kind, next(self._order), at, what))
-
-    def _request(self, number: int, due_s: float) -> Request:
-        task = self._turns.tasks[number]
-        return Request(
-            id=self._first_id + number,
-            prompt=task.prompt if isinstance(task.prompt, list) else list(task.prompt),
-            sampling=GREEDY,
-            max_tokens=task.num_output,
-            arrival_s=due_s,
-            cache_salt=self._cache_salt,
-        )

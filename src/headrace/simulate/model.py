@@ -40,13 +40,12 @@ def model_of(args: LlmArgs, config: Mapping[str, Any], spread: Spread, calibrati
     if args.speculative_config is not None:
         raise ValueError("speculative_config: speculation is not simulated: leave it out")
     peak = peak_of(spread.device.name)
-    shape = read_shape(config)
-    planned = forecast(args, shape, spread)
+    planned = forecast(args, read_shape(config), spread)
     if planned.problem:
         raise MemoryError(planned.problem)
     facts = planned.stages[0].facts
     cost = cost_of(
-        shape,
+        planned.shape,
         config,
         groups=facts.groups,
         ranks=spread.ranks,

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,21 +33,9 @@ from headrace.server.rpc.place import reserve
 from headrace.server.run import Tls
 from headrace.server.service import Operations
 
-from .harness import MODEL
-from .rpc_harness import Client, Code, Running, count_of, details, health, refused, request, running
-from .test_service import until
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("model"), step_s=0.001) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with server.client() as found:
-        yield found
+from ..harness import MODEL
+from ..test_service import until
+from .harness import Client, Code, Running, count_of, details, health, refused, request, running
 
 
 class TestEnds:
@@ -277,7 +264,7 @@ def test_an_address_that_is_taken() -> None:
 
 def test_the_descriptors_are_what_the_files_say() -> None:
     pytest.importorskip("grpc_tools", reason="grpcio-tools is not installed")
-    path = Path(__file__).parents[2] / "tools/protos.py"
+    path = Path(__file__).parents[3] / "tools/protos.py"
     spec = importlib.util.spec_from_file_location("protos", path)
     assert spec is not None and spec.loader is not None
     protos = importlib.util.module_from_spec(spec)
@@ -287,7 +274,7 @@ def test_the_descriptors_are_what_the_files_say() -> None:
 
 def test_a_client_that_was_generated_from_the_files(server: Running, tmp_path: Path) -> None:
     """As docs/serving.md has it; in a process of its own, where nothing of ours is loaded."""
-    protos = Path(__file__).parents[2] / "src/headrace/server/rpc"
+    protos = Path(__file__).parents[3] / "src/headrace/server/rpc"
     names = ["trtllm_service.proto", "kv_events.proto"]
     words = [f"-I{protos}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}", *names]
     subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *words], check=True, timeout=60)

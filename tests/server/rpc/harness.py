@@ -23,7 +23,7 @@ from headrace.server.rpc.server import RpcServer
 from headrace.server.run import Tls
 from headrace.server.service import Service, ServiceOptions
 
-from .harness import MODEL, text_side
+from ..harness import MODEL, text_side
 
 Code = grpc.StatusCode
 GenerateRequest = message("GenerateRequest")

@@ -14,10 +14,10 @@ import pytest
 from headrace.server.run import bind
 from tests.cli.test_bad_input import checkpoint as checkpoint
 
-from .rpc_harness import Client, health, request
-from .test_fronts import Several, series_of
-from .test_operations import value
-from .test_service import until
+from ..series import series_of, value
+from ..test_fronts import Several
+from ..test_service import until
+from .harness import Client, health, request
 
 pytestmark = pytest.mark.slow  # the server starts three processes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,8 @@ from headrace.front.fake import FakeLoop, fake_info, says
 from headrace.server.rpc import frames
 from headrace.server.rpc.messages import SERVICE, message
 
-from .rpc_harness import Client, Code, Running, count_of, details, health, refused, request, running
-from .test_service import until
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("model"), step_s=0.001) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with server.client() as found:
-        yield found
+from ..test_service import until
+from .harness import Client, Code, Running, count_of, details, health, refused, request, running
 
 
 class TestGenerate:
