@@ -74,12 +74,27 @@ def test_modelopts_own_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["model.layers.1.mlp.down_proj", "model.layers.1.mlp", "*.down_proj", "re:.*layers.1.mlp.*"]
+    "pattern",
+    [
+        "model.layers.1.mlp.down_proj",
+        "model.layers.1.mlp",
+        "mlp.down_proj",
+        "down_proj",
+        "*.down_proj",
+        "re:.*layers.1.mlp.*",
+    ],
 )
 def test_linears_that_stay_plain(pattern: str) -> None:
     recipes = read_recipes(quantised(quant_method="fp8", activation_scheme="static", ignored_layers=[pattern]))
     assert isinstance(recipes(DOWN), Dense)
     assert isinstance(recipes(linear("layers.10.attention.out")), Fp8)
+
+
+def test_part_of_a_name_is_no_name() -> None:
+    config = quantised(
+        quant_method="fp8", activation_scheme="static", modules_to_not_convert=["proj", "model.layer", "1"]
+    )
+    assert isinstance(read_recipes(config)(DOWN), Fp8)
 
 
 def test_a_fused_linear_is_quantised_whole_or_not() -> None:

@@ -123,10 +123,11 @@ class Modules:
         return cls(names, tuple(_pattern(entry) for entry in entries if entry not in names))
 
     def holds(self, name: str) -> bool:
-        """Whether some entry means this linear: it, or a module around it."""
-        ends = [at for at, character in enumerate(name) if character == "."]
-        around = (name, *(name[:end] for end in ends))
-        return not self.names.isdisjoint(around) or any(pattern.match(name) for pattern in self.patterns)
+        """Whether some entry means this linear: its name or the end of it (as transformers reads them), or a module
+        around it."""
+        dots = [at for at, character in enumerate(name) if character == "."]
+        known = (name, *(name[:at] for at in dots), *(name[at + 1 :] for at in dots))
+        return not self.names.isdisjoint(known) or any(pattern.match(name) for pattern in self.patterns)
 
 
 def _pattern(entry: str) -> re.Pattern[str]:
