@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,7 @@ def layers(*scales: tuple[float, float] | None) -> list[Any]:
     return [SimpleNamespace(spec=spec) for spec in specs]
 
 
-def test_layers_without_scales_are_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)  # a setup of another test may end it
+def test_layers_without_scales_are_named(caplog: pytest.LogCaptureFixture) -> None:
     plain = (1.0, 1.0)
     given = layers(plain, plain, (0.5, 0.25), None, plain)
     assert kv_scales_of(given, FP8) == ((0, *plain), (1, *plain), (2, 0.5, 0.25), (4, *plain))

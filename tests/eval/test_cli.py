@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    logger = logging.getLogger("headrace")
-    level = logger.level
-    yield
-    logger.setLevel(level)
-    logger.handlers.clear()
-    logger.propagate = True
 
 
 def run(*arguments: object) -> Result:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import random
 from pathlib import Path
@@ -22,11 +21,6 @@ GROUPS = (
     GroupSpec((0,), 1, 8, "float32", bytes_per_token=64),
     GroupSpec((1,), 1, 8, "float32", window=4, bytes_per_token=64),
 )
-
-
-@pytest.fixture(autouse=True)
-def _log_reaches_pytest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)
 
 
 class Life:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -134,7 +133,6 @@ def test_statistics_by_window() -> None:
 def test_the_start_tells_what_is_reused(
     kv: dict[str, Any], granularity: int, line: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)
     with caplog.at_level("INFO", logger="headrace"), Asking(kv=kv) as front:
         assert front.info.reuse == wire.ReuseInfo(granularity=granularity, event_buffer=100 if granularity else 0)
         assert front.info.reuse.is_on == (granularity > 0)

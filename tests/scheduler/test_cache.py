@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -65,10 +64,7 @@ def test_a_pinned_prompt_stays(policy: str) -> None:
     assert driver.scheduler.unpin("system") and not driver.scheduler.unpin("system")
 
 
-def test_a_pin_that_leaves_less_room_than_requests_may_need_is_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)  # a setup of another test may end it
+def test_a_pin_that_leaves_less_room_than_requests_may_need_is_told(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(num_blocks=20)
     longest = driver.cache.max_tokens()
     with caplog.at_level("WARNING", logger="headrace"):

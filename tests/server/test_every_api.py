@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,9 +87,8 @@ def test_a_constraint_that_can_not_be_kept_is_an_error(server: Server, path: str
 
 @pytest.mark.parametrize("path", APIS)
 def test_a_stream_that_fails_ends_once_and_is_logged_by_both_names(
-    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)  # a setup of another test may end it
     loop = FakeLoop(fake_info())
     lines: list[str] = []
     with (
@@ -116,11 +114,8 @@ def test_a_stream_that_fails_ends_once_and_is_logged_by_both_names(
     assert any("mine-1" in record.getMessage() and "failed" in record.getMessage() for record in caplog.records)
 
 
-def test_an_unknown_field_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_field_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """However many requests have it, on whichever API; each reply lists it."""
-    monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)
     with running(tmp_path) as server:
         for path in [*APIS, *APIS]:
             body = {"model": MODEL, **APIS[path], "colour": "red", "user": "u", "metadata": {"a": "b"}}

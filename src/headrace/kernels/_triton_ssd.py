@@ -164,9 +164,9 @@ def _piece_kernel(
 
 
 @triton.jit
-def _added(work, faded, place, mask, at, is_there, count):
+def _added(work, faded, place, at, is_there, count):
     """What a piece adds, and what it leaves of the state before it: nothing and all, if it isn't there."""
-    added = tl.load(work + at * count + place, mask=mask & is_there, other=0.0)
+    added = tl.load(work + at * count + place, mask=place < tl.where(is_there, count, 0), other=0.0)
     return added, tl.exp(tl.load(faded + at, mask=is_there, other=0.0))
 
 
@@ -192,17 +192,17 @@ def _chain_kernel(
     for local in range(0, num_before, 4):
         is_second, is_third, is_fourth = local + 1 < num_before, local + 2 < num_before, local + 3 < num_before
         second, third, fourth = at + heads, at + 2 * heads, at + 3 * heads
-        added, kept = _added(work, faded, place, mask, at, local < num_before, count)
-        added_2, kept_2 = _added(work, faded, place, mask, second, is_second, count)
-        added_3, kept_3 = _added(work, faded, place, mask, third, is_third, count)
-        added_4, kept_4 = _added(work, faded, place, mask, fourth, is_fourth, count)
+        added, kept = _added(work, faded, place, at, local < num_before, count)
+        added_2, kept_2 = _added(work, faded, place, second, is_second, count)
+        added_3, kept_3 = _added(work, faded, place, third, is_third, count)
+        added_4, kept_4 = _added(work, faded, place, fourth, is_fourth, count)
         tl.store(work + at * count + place, live, mask=mask)
         live = live * kept + added
-        tl.store(work + second * count + place, live, mask=mask & is_second)
+        tl.store(work + second * count + place, live, mask=place < tl.where(is_second, count, 0))
         live = live * kept_2 + added_2
-        tl.store(work + third * count + place, live, mask=mask & is_third)
+        tl.store(work + third * count + place, live, mask=place < tl.where(is_third, count, 0))
         live = live * kept_3 + added_3
-        tl.store(work + fourth * count + place, live, mask=mask & is_fourth)
+        tl.store(work + fourth * count + place, live, mask=place < tl.where(is_fourth, count, 0))
         live = live * kept_4 + added_4
         at += 4 * heads
     last = 2 * (start // piece).to(tl.int64) * heads + head + num_before * heads

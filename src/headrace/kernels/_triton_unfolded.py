@@ -168,7 +168,7 @@ def _attend_tile(
 def _carried_to(carry, flags, TOKENS: tl.constexpr, FEATURES: tl.constexpr):
     """What a tile's queries saw in the segments before: TOKENS * FEATURES weighted values, maxima, sums."""
     index, features = tl.arange(0, TOKENS), tl.arange(0, FEATURES)
-    resumes = (flags % 2 == 0) & (index >= 0)
+    resumes = index >= flags % 2 * TOKENS  # all or none
     ends = carry + TOKENS * FEATURES + index
     highest = tl.load(ends, mask=resumes, other=float("-inf"))
     total = tl.load(ends + TOKENS, mask=resumes, other=0.0)
