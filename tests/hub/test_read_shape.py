@@ -11,7 +11,7 @@ from headrace.hub.architectures import DEFAULTS
 from headrace.hub.errors import ModelError
 from headrace.hub.keys import Keys
 from headrace.hub.mixers import Traits
-from headrace.hub.read_shape import TRAITS, layer_kinds, read_shape
+from headrace.hub.read_shape import TRAITS, layer_kinds, mlp_width, read_shape
 from headrace.hub.shape import AttentionShape, LatentShape, RecurrentShape
 from tests.kits.causal import register
 
@@ -265,3 +265,15 @@ def test_bad_configs_name_the_key(changes: dict[str, Any], message: str) -> None
 
 def test_kinds_without_a_list() -> None:
     assert layer_kinds(Keys({"num_hidden_layers": 3}, "x"), Traits()) == ["full"] * 3
+
+
+def test_a_step_holds_what_absorbed_latents_take() -> None:
+    """DeepSeek-V3's 128 heads: queries of 192, latents of 512 asked for and found, results of 128."""
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18_432, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_attention_heads": 128,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }  # fmt: skip
+    assert 2 * mlp_width(config) == 128 * (192 + 512 + 512 + 128)
+    experts = {**config, "num_attention_heads": 16}
+    assert mlp_width(experts) == 8 * (2048 + 7168 // 2) + 2048

@@ -138,6 +138,15 @@ def latent_layer(keys: Keys, *, is_indexed: bool) -> LayerShape:
     return LayerShape(mixer, tuple(weights))
 
 
+def latent_width(keys: Keys) -> int:
+    """Half of what absorbed latent attention holds of a token: queries, latents asked for and found, the result; 0
+    without such layers."""
+    if "kv_lora_rank" not in keys:
+        return 0
+    query = keys.size("qk_nope_head_dim") + keys.number("qk_rope_head_dim")
+    return keys.size("num_attention_heads") * (query + 2 * keys.size("kv_lora_rank") + keys.size("v_head_dim")) // 2
+
+
 def delta_layer(keys: Keys) -> LayerShape:
     """Gated DeltaNet."""
     hidden = keys.size("hidden_size")

@@ -22,6 +22,7 @@ from headrace.hub.mixers import (
     is_mamba,
     kimi_delta_layer,
     latent_layer,
+    latent_width,
     mamba_layer,
     recurrent_width,
     whole,
@@ -324,7 +325,7 @@ def _shared_width(keys: Keys) -> int:
 
 def _widest(keys: Keys) -> int:
     """Features of the MLP that a token runs through: of experts, all that it is sent to, and half of their results.
-    A recurrent layer counts as the MLP that takes as much."""
+    A recurrent layer counts as the MLP that takes as much, and so does latent attention."""
     widths = [keys.number("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", default=0)]
     if keys.flag("use_double_wide_mlp"):
         widths[0] *= 2
@@ -332,7 +333,7 @@ def _widest(keys: Keys) -> int:
         chosen = keys.size("num_experts_per_tok", "num_experts_per_token", "top_k_experts", default=1)
         results = keys.number("hidden_size", default=0) // 2
         widths.append(chosen * (_expert_width(keys) + results) + _shared_width(keys))
-    return max(*widths, recurrent_width(keys)) + stream_width(keys) + depth_width(keys)
+    return max(*widths, recurrent_width(keys), latent_width(keys)) + stream_width(keys) + depth_width(keys)
 
 
 def _mlp_matrices(keys: Keys) -> int:
