@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,12 +10,8 @@ from headrace import env, log
 
 
 @pytest.fixture
-def text() -> Iterator[io.StringIO]:
-    logger = logging.getLogger("headrace")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield io.StringIO()
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
+def text() -> io.StringIO:
+    return io.StringIO()
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ class Division:
 
     unfolded: tuple[tuple[Batch, tuple[Work, ...]], ...]
     """With a work a segment."""
-    absorbed: tuple[tuple[int, int], ...]
-    """[first, end) of rows."""
+    absorbed: tuple[tuple[tuple[int, int], slice], ...]
+    """[first, end) of rows, and their tokens among the packed ones."""
 
 
 class LatentTriton(BlockLayout):
@@ -72,8 +72,8 @@ class LatentTriton(BlockLayout):
         division = _division(step, spec, q, is_chosen=chosen is not None)
         for batch, works in division.unfolded:
             _unfolded(packed, cache, step, spec, batch=batch, works=works, out=out)
-        for rows in division.absorbed:
-            _absorbed(packed, cache, step, spec, rows=rows, chosen=chosen, out=out)
+        for rows, tokens in division.absorbed:
+            _absorbed(packed, cache, step, spec, rows=rows, tokens=tokens, chosen=chosen, out=out)
         flat = out.flatten(1)
         return Quantised(flat) if form.is_plain else quantise(flat, form)
 
@@ -93,15 +93,18 @@ class LatentTriton(BlockLayout):
 
 
 def _division(step: AttentionStep, spec: LatentSpec, q: Tensor, *, is_chosen: bool) -> Division:
-    num_rows = step.kv_lens.shape[0]
+    num_rows, num_tokens = step.kv_lens.shape[0], q.shape[0]
     if is_chosen or step.context_rows is None:
-        return Division((), ((0, num_rows),))
+        return Division((), (((0, num_rows), slice(0, num_tokens)),))
     key = f"unfolded {spec.num_heads} {spec.rank} {spec.rope_dim} {spec.nope_dim} {spec.v_dim} {spec.window}"
     if key not in step.scratch:
         parts = divide(step.context_rows, spec, num_rows=num_rows, item_bytes=q.element_size())
         tokens = tuned(q.dtype).tokens
         works = [works_of(each.rows, tokens, segment=each.segment, device=q.device) for each in parts.unfolded]
-        step.scratch[key] = Division(tuple(zip(parts.unfolded, works)), parts.absorbed)
+        starts = [0, *accumulate(count for count, _ in step.context_rows)]
+        starts += range(starts[-1] + 1, num_tokens + 1)  # of rows that generate
+        absorbed = tuple((rows, slice(starts[rows[0]], starts[rows[1]])) for rows in parts.absorbed)
+        step.scratch[key] = Division(tuple(zip(parts.unfolded, works)), absorbed)
     return step.scratch[key]
 
 
@@ -152,11 +155,11 @@ def _absorbed(
     spec: LatentSpec,
     *,
     rows: tuple[int, int],
+    tokens: slice,
     chosen: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Attend these rows, keys' and values' functions absorbed. out: [tokens, heads, v_dim], to write to."""
-    tokens = _tokens_of(rows, step, num_tokens=out.shape[0])
+    """Attend these rows, keys' and values' functions absorbed. out: [all tokens, heads, v_dim], to write to."""
     q = packed.q[tokens]
     absorbed = q.new_empty(q.shape[0], spec.num_heads, spec.rank)
     torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), packed.k_up, out=absorbed.transpose(0, 1))
@@ -173,16 +176,6 @@ def _absorbed(
         plan = _decode_plan(step, spec, q, top=None if chosen is None else chosen.shape[1])
         launch_latent(absorbed, packed.q, cache.latent, step, rows=(middle, rows[1]), max_query=1, plan=plan, **common)
     torch.bmm(attended.transpose(0, 1), packed.v_up.transpose(1, 2), out=out[tokens].transpose(0, 1))
-
-
-def _tokens_of(rows: tuple[int, int], step: AttentionStep, *, num_tokens: int) -> slice:
-    """Of packed ones. Only where prompts are divided are there others, and then the host knows where they are."""
-    if rows == (0, step.kv_lens.shape[0]):
-        return slice(0, num_tokens)
-    assert step.context_rows is not None
-    starts = [0, *accumulate(count for count, _ in step.context_rows)]
-    starts += range(starts[-1] + 1, num_tokens + 1)
-    return slice(starts[rows[0]], starts[rows[1]])
 
 
 def _decode_plan(step: AttentionStep, spec: LatentSpec, q: Tensor, *, top: int | None) -> LatentPlan:

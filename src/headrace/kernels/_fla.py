@@ -61,8 +61,7 @@ def takes(q: Tensor, v: Tensor, decay: Tensor, step: StateRows, *, rules: Sequen
     Raises:
         ValueError: HEADRACE_FLA is `always`, and they aren't installed; or it is no word that it may be.
     """
-    wanted = env.fla()
-    if wanted == "never" or not step.num_context_rows:
+    if not step.num_context_rows or (wanted := env.fla()) == "never":
         return False
     if q.dtype not in HALVES or v.dtype != q.dtype or q.shape[2] > MAX_KEY_DIM:
         return False

@@ -57,9 +57,10 @@ class Tiling(NamedTuple):
 
 HALVES = Tiling(64, 64 * 128, warps=4, stages=2, terms=2, held_terms=1, precision="ieee", piece_registers=128)
 """Of bfloat16, for states of 128 and tiles of 64 features."""
+WIDENED = Tiling(16, 32 * 128, warps=8, stages=1, terms=0, held_terms=0, precision="tf32x3")
 TILINGS = {
-    torch.bfloat16: Tiling(16, 32 * 128, warps=8, stages=1, terms=0, held_terms=0, precision="tf32x3"),
-    torch.float16: Tiling(16, 32 * 128, warps=8, stages=1, terms=0, held_terms=0, precision="tf32x3"),
+    torch.bfloat16: WIDENED,
+    torch.float16: WIDENED,
     torch.float32: Tiling(16, 16 * 128, warps=8, stages=1, terms=0, held_terms=0, precision="ieee"),
 }
 """By the model's type. With larger tiles, or fewer warps, registers spill to memory."""
@@ -354,7 +355,7 @@ def _launch_prompts(
         # A row of several pieces takes up to twice as many places as it has whole ones.
         work = torch.empty((2 * num_whole, heads, dim, size), dtype=torch.float32, device=x.device)
         faded = torch.empty((2 * num_whole, heads), dtype=torch.float32, device=x.device)
-        registers = how.piece_registers if x.is_cuda and padded <= 128 else None
+        registers = how.piece_registers if x.is_cuda else None
         grid(_piece_kernel, heads, num_whole, tiles)(
             x, b, time, decay, step.query_starts, work, faded, *cut, dim, size, x.stride(0), b.stride(0),
             **options, **({"maxnreg": registers} if registers else {}),
