@@ -76,7 +76,7 @@ def test_blocks(device: str, num_rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["static", "token", "group"])
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 100, 300])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 40, 100, 101, 300])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_any_rows_on_a_gpu(kind: str, num_rows: int, out_dtype: torch.dtype) -> None:
     act, weight, scales = case(kind, num_rows, 384, 512)
@@ -84,6 +84,31 @@ def test_any_rows_on_a_gpu(kind: str, num_rows: int, out_dtype: torch.dtype) -> 
     out = fp8_linear(moved(act, "cuda"), weight.cuda(), scales.cuda(), bias.cuda(), out_dtype=out_dtype)
     assert out.dtype == out_dtype
     assert_close(out, fp8_linear_twin(act, weight, scales, bias, out_dtype=torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 32, 33, 64])
+@pytest.mark.parametrize("num_out", [512, 4096, 7168, 16384])
+def test_few_rows_with_block_scales_on_a_gpu(num_rows: int, num_out: int) -> None:
+    act, weight, scales = case("group", num_rows, num_out, 768)
+    out = fp8_linear(moved(act, "cuda"), weight.cuda(), scales.cuda(), out_dtype=torch.bfloat16)
+    assert_close(out, fp8_linear_twin(act, weight, scales, out_dtype=torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [97, 98, 99])
+def test_products_of_the_vendor_take_any_number_of_rows(num_rows: int) -> None:
+    """It multiplies rows in fours: those behind the last belong to nobody, whatever they are."""
+    act, weight, scales = case("group", num_rows, 8192, 512)
+    assert act.scales is not None
+    wanted = fp8_linear_twin(act, weight, scales, out_dtype=torch.float32)
+    room = Form("group").new_data(num_rows, 512, torch.bfloat16, torch.device("cuda"))
+    room.as_strided((100, 512), (512, 1)).fill_(float("nan"))
+    room.copy_(act.data)
+    for data in (room, act.data.cuda()):
+        out = fp8_linear(Quantised(data, act.scales.cuda()), weight.cuda(), scales.cuda(), out_dtype=torch.bfloat16)
+        assert out.shape == (num_rows, 8192)
+        assert_close(out, wanted)
 
 
 @pytest.mark.gpu
@@ -110,6 +135,26 @@ def test_pieces_of_a_row_beside_one_another(device: str, num_rows: int, parts: i
         bias.to(device),
         out_dtype=torch.float32,
         tuning=StreamTuning(parts=parts),
+    )
+    assert_close(out, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 40])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_pieces_of_rows_with_block_scales(device: str, num_rows: int, parts: int) -> None:
+    from headrace.kernels._triton_linear import StreamTuning, launch_stream
+
+    act, weight, scales = case("group", num_rows, 320, 1024)
+    bias = draw(320, seed=4)
+    wanted = fp8_linear_twin(act, weight, scales, bias, out_dtype=torch.float32)
+    out = launch_stream(
+        moved(act, device),
+        weight.to(device),
+        scales.to(device),
+        bias.to(device),
+        out_dtype=torch.float32,
+        tuning=StreamTuning(inputs=128, parts=parts, stages=3),
     )
     assert_close(out, wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,3 +114,23 @@ def test_layers_that_share_keys_and_values_read_them_too() -> None:
     by_window = {group.window: part for group, part in zip(groups, parts, strict=True)}
     assert by_window[512].flops == 28 * 4 * 8 * 256 and by_window[None].flops == 7 * 4 * 8 * 512
     assert by_window[512].bytes == 28 * 2 * 256 * 2 and by_window[None].bytes == 7 * 2 * 512 * 2
+
+
+def test_prompts_attend_over_unfolded_latents_and_decode_over_latents() -> None:
+    sparse = ("index_topk", "index_head_dim", "index_n_heads")
+    dense = {key: value for key, value in SPARSE.items() if key not in sparse} | {"model_type": "deepseek_v3"}
+    dense["kv_lora_rank"] = 64
+    groups, (part,) = parts_of(dense)
+    layers, heads = 3, 4
+    absorbed, unfolded, unfolding = 2 * 64 + 8, 8 + 8 + 8, (8 + 8) * 64
+
+    def flops(num_tokens: int, start: int) -> float:
+        pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+        without_memory = replace(peak_of("h200"), bytes_per_s=float("inf"))
+        return part.seconds(num_tokens, pairs, start + num_tokens, without_memory) * without_memory.flops
+
+    scale = 2 * layers * heads
+    assert flops(1, 4095) == pytest.approx(scale * 4096 * absorbed)
+    assert flops(100, 0) == pytest.approx(scale * 5050 * unfolded)
+    assert flops(100, 1000) == pytest.approx(scale * (105_050 * unfolded + 1000 * unfolding))
+    assert flops(2, 1000) == pytest.approx(scale * 2003 * absorbed)

@@ -134,7 +134,7 @@ def latent_layer(keys: Keys, *, is_indexed: bool) -> LayerShape:
             whole(2 * index_dim + hidden * index_heads),
         ]
     top = keys.size("index_topk") if "index_topk" in keys else None
-    mixer = LatentShape(heads, latent, rope, index_dim, index_heads=index_heads, top=top)
+    mixer = LatentShape(heads, latent, rope, nope, value, index_dim, index_heads=index_heads, top=top)
     return LayerShape(mixer, tuple(weights))
 
 

@@ -58,6 +58,9 @@ class LatentShape:
     num_heads: int
     latent_dim: int
     rope_dim: int
+    nope_dim: int
+    """Of a head's keys, those that come of the latent."""
+    value_dim: int
     index_dim: int = 0
     """As of `AttentionShape`."""
     kind: str = "MLA"

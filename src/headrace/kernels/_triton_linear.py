@@ -11,11 +11,14 @@ from torch import Tensor
 
 from headrace.kernels._triton_chain import chain_options, grid, power_of_2, wait_for_predecessor
 from headrace.kernels._triton_rows import ACTIVATIONS, activate
-from headrace.kernels.quantise import FP8, Form, Quantised
+from headrace.kernels.fp8_linear import BLOCK, is_block_scaled
+from headrace.kernels.quantise import Form, Quantised
 
 FEW_ROWS = 16
 """Up to here `launch_few_rows` is faster than the vendor's product: docs/performance.md."""
 STREAM_ROWS = 64
+MAX_BLOCK_ROWS, FEW_BLOCK_TILES = 32, 66
+"""With block scales the vendor's product is faster beyond so many rows, but where the outputs have few tiles."""
 FEW_TILES = 264
 """Two for each of a large GPU's processors: up to here each has room for more stages."""
 WIDE_SIDE, NARROW_SIDE = 64, 16
@@ -40,17 +43,20 @@ class StreamTuning(NamedTuple):
 
 
 @triton.jit
-def _finish(acc, out, bias, x_scale, w_scale, rows, outputs, row_mask, mask, out_stride,
-            BY_ROW: tl.constexpr, BY_OUTPUT: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
-    """acc [rows, outputs] float32: scale, add the bias, store."""
+def _scaled(acc, x_scale, w_scale, rows, outputs, row_mask, mask, BY_ROW: tl.constexpr, BY_OUTPUT: tl.constexpr):
+    """acc: [rows, outputs] float32"""
     if BY_ROW:
         acc = acc * tl.load(x_scale + rows, mask=row_mask, other=0.0)[:, None]
     else:
         acc = acc * tl.load(x_scale)
     if BY_OUTPUT:
-        acc = acc * tl.load(w_scale + outputs, mask=mask, other=0.0)[None, :]
-    else:
-        acc = acc * tl.load(w_scale)
+        return acc * tl.load(w_scale + outputs, mask=mask, other=0.0)[None, :]
+    return acc * tl.load(w_scale)
+
+
+@triton.jit
+def _finish(acc, out, bias, rows, outputs, row_mask, mask, out_stride, HAS_BIAS: tl.constexpr):
+    """acc [rows, outputs] float32, scaled: add the bias, store."""
     if HAS_BIAS:
         acc += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)[None, :]
     at = out + rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
@@ -70,11 +76,14 @@ def _stream_kernel(
     num_in,
     part,
     x_stride,
+    x_scale_stride,
+    w_scale_stride,
     out_stride,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
     BY_ROW: tl.constexpr,
     BY_OUTPUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -86,6 +95,7 @@ def _stream_kernel(
     That side holds PARTS pieces of each row of the weight below one another, the narrow one the same pieces of each
     row of x beside one another; products of pieces that belong together are added up, the others are thrown away.
     part: inputs of a piece; an argument, since the compiler wouldn't know that a quotient is aligned.
+    BY_BLOCK: INPUTS are those of a block, whose product is scaled before it is added.
     """
     wide, narrow = tl.arange(0, PARTS * OUTPUTS), tl.arange(0, PARTS * ROWS)
     inputs = tl.arange(0, INPUTS)
@@ -94,17 +104,26 @@ def _stream_kernel(
     wait_for_predecessor(CHAINED)
     row_mask = narrow % ROWS < num_rows
     x_at = (x + (narrow % ROWS).to(tl.int64) * x_stride + narrow // ROWS * part)[:, None] + inputs[None, :]
+    x_scale_at = x_scale + narrow % ROWS * x_scale_stride + narrow // ROWS * part // INPUTS
+    w_scale_at = w_scale + tl.program_id(0) * OUTPUTS // INPUTS * w_scale_stride + narrow // ROWS * part // INPUTS
     acc = tl.zeros((PARTS * OUTPUTS, PARTS * ROWS), tl.float32)
     for start in tl.range(0, part, INPUTS, num_stages=STAGES):
         values = tl.load(w_at + start)
         columns = tl.load(x_at + start, mask=row_mask[:, None], other=0.0)
-        acc = tl.dot(values, tl.trans(columns), acc)
+        if BY_BLOCK:
+            by_row = tl.load(x_scale_at + start // INPUTS, mask=row_mask, other=0.0)
+            by_block = tl.load(w_scale_at + start // INPUTS)
+            acc += tl.dot(values, tl.trans(columns)) * (by_row * by_block)[None, :]
+        else:
+            acc = tl.dot(values, tl.trans(columns), acc)
     if PARTS > 1:
         acc = tl.where((wide // OUTPUTS)[:, None] == (narrow // ROWS)[None, :], acc, 0.0)
         acc = tl.sum(tl.sum(tl.reshape(acc, (PARTS, OUTPUTS, PARTS, ROWS)), 2), 0)
-    rows, outputs = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    _finish(tl.trans(acc), out, bias, x_scale, w_scale, rows, outputs, rows < num_rows, outputs < num_out, out_stride,
-            BY_ROW, BY_OUTPUT, HAS_BIAS)  # fmt: skip
+    acc, rows, outputs = tl.trans(acc), tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    mask, row_mask = outputs < num_out, rows < num_rows
+    if not BY_BLOCK:
+        acc = _scaled(acc, x_scale, w_scale, rows, outputs, row_mask, mask, BY_ROW, BY_OUTPUT)
+    _finish(acc, out, bias, rows, outputs, row_mask, mask, out_stride, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -171,7 +190,7 @@ def launch_gated(
     num_rows, num_in = x.shape
     num_features = weight.shape[0] // 2
     assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous() and num_rows <= STREAM_ROWS
-    out = torch.empty((num_rows, num_features), dtype=dtype if form.is_plain else FP8, device=x.device)
+    out = form.new_data(num_rows, num_features, dtype, x.device)
     tuning = tuned(*weight.shape)
     if num_rows:
         grid(_gated_kernel, num_features // GATED_FEATURES)(
@@ -238,8 +257,8 @@ def _few_rows_kernel(
             values = tl.load(x_at + start, mask=row_mask[:, None] & inside, other=0.0)
             tile = tl.load(w_at + start, mask=mask[:, None] & inside, other=0.0)
         acc = tl.dot(values, tl.trans(tile), acc, input_precision="ieee")
-    _finish(acc, out, bias, x_scale, w_scale, rows, outputs, row_mask, mask, out_stride,
-            BY_ROW, BY_OUTPUT, HAS_BIAS)  # fmt: skip
+    acc = _scaled(acc, x_scale, w_scale, rows, outputs, row_mask, mask, BY_ROW, BY_OUTPUT)
+    _finish(acc, out, bias, rows, outputs, row_mask, mask, out_stride, HAS_BIAS)
 
 
 def launch_few_rows(
@@ -300,6 +319,12 @@ def launch_tiles(
     return out
 
 
+def can_stream_blocks(num_rows: int, num_out: int, num_in: int) -> bool:
+    """Whether `launch_stream` takes such a product with block scales, and is the fastest."""
+    most = STREAM_ROWS if num_out // WIDE_SIDE <= FEW_BLOCK_TILES else MAX_BLOCK_ROWS
+    return 0 < num_rows <= most and num_out % WIDE_SIDE == 0 == num_in % BLOCK
+
+
 def launch_stream(
     act: Quantised,
     weight: Tensor,
@@ -309,12 +334,15 @@ def launch_stream(
     out_dtype: torch.dtype,
     tuning: StreamTuning | None = None,
 ) -> Tensor:
-    """The contract of `fp8_linear` for 1 to 64 rows, outputs in multiples of 64 and inputs of 256."""
+    """The contract of `fp8_linear` for 1 to 64 rows, outputs in multiples of 64 and inputs of 256; with block scales
+    inputs of 128.
+    """
     x, x_scale = act.data, act.scales
-    assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous()
+    assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous() and scales.stride(-1) == 1
     num_rows, (num_out, num_in) = x.shape[0], weight.shape
-    assert 0 < num_rows <= STREAM_ROWS and num_out % WIDE_SIDE == 0 and num_in % 256 == 0
-    tuning = tuning or tuned(num_out, num_in)
+    by_block = is_block_scaled(weight, scales)
+    assert 0 < num_rows <= STREAM_ROWS and num_out % WIDE_SIDE == 0 and num_in % (BLOCK if by_block else 256) == 0
+    tuning = tuning or (tuned_blocks(num_rows, num_out, num_in) if by_block else tuned(num_out, num_in))
     outputs = WIDE_SIDE // tuning.parts
     assert num_in % (tuning.inputs * tuning.parts) == 0, (num_in, tuning)
     out = torch.empty((num_rows, num_out), dtype=out_dtype, device=x.device)
@@ -330,11 +358,14 @@ def launch_stream(
         num_in,
         num_in // tuning.parts,
         x.stride(0),
+        x_scale.stride(0),
+        scales.stride(0),
         out.stride(0),
         ROWS=max(NARROW_SIDE // tuning.parts, power_of_2(num_rows)),
         OUTPUTS=outputs,
         INPUTS=tuning.inputs,
         PARTS=tuning.parts,
+        BY_BLOCK=by_block,
         BY_ROW=x_scale.numel() > 1,
         BY_OUTPUT=scales.numel() > 1,
         HAS_BIAS=bias is not None,
@@ -352,6 +383,22 @@ def tuned(num_out: int, num_in: int) -> StreamTuning:
     if num_tiles <= 132 and num_in % 1024 == 0:
         return StreamTuning(parts=4, stages=3)
     return StreamTuning(stages=6 if num_tiles <= FEW_TILES else 4)
+
+
+def tuned_blocks(num_rows: int, num_out: int, num_in: int) -> StreamTuning:
+    """The same where each block has a scale."""
+    num_tiles = num_out // WIDE_SIDE
+    if num_tiles > 132:
+        parts, stages = 1, 6
+    elif num_tiles > FEW_BLOCK_TILES:
+        parts, stages = (2, 8) if num_rows <= 8 else (1, 12)
+    elif num_tiles > 40 or num_rows > MAX_BLOCK_ROWS:
+        parts, stages = 2, 12 if num_rows <= 16 else 8
+    else:
+        parts, stages = 4, 8 if num_rows <= 8 else 6
+    while num_in % (BLOCK * parts):
+        parts //= 2
+    return StreamTuning(inputs=BLOCK, parts=parts, stages=stages)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -392,10 +439,7 @@ def _blocks_kernel(
         by_row = tl.load(x_scale + rows * x_scale_stride + block, mask=row_mask, other=0.0)
         by_output = tl.load(w_scale_at + block, mask=mask, other=0.0)
         acc += tl.dot(values, tl.trans(tile)) * by_row[:, None] * by_output[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)[None, :]
-    at = out + rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & mask[None, :])
+    _finish(acc, out, bias, rows, outputs, row_mask, mask, out_stride, HAS_BIAS)
 
 
 def launch_blocks(
@@ -430,7 +474,7 @@ def launch_blocks(
             out.stride(0),
             ROWS=rows,
             OUTPUTS=outputs,
-            BLOCK=128,
+            BLOCK=BLOCK,
             HAS_BIAS=bias is not None,
             STAGES=stages,
             num_warps=warps,

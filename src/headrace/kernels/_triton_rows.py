@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.kernels._triton_chain import chain_options, grid, power_of_2, wait_for_predecessor
 from headrace.kernels.gated_norm import GateActivation, Ranks
-from headrace.kernels.quantise import FP8, PLAIN, TINY, Form, Quantised
+from headrace.kernels.quantise import PLAIN, TINY, Form, Quantised
 
 KINDS = {"plain": 0, "static": 1, "token": 2, "group": 3}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -100,7 +100,7 @@ def launch_norm(
     """The contract of `norm_quantise`."""
     num_rows, features = x.shape
     assert x.stride(-1) == 1 and weight.is_contiguous()
-    out = torch.empty((num_rows, features), dtype=x.dtype if form.is_plain else FP8, device=x.device)
+    out = form.new_data(num_rows, features, x.dtype, x.device)
     scales = form.new_scales(num_rows, features, x.device)
     summed = None
     if residual is not None:
@@ -211,7 +211,7 @@ def launch_act_mul(x: Tensor, kind: str, *, form: Form) -> Quantised:
     """The contract of `act_mul_quantise`."""
     num_rows, features = x.shape[0], x.shape[1] // 2
     assert x.stride(-1) == 1
-    out = torch.empty((num_rows, features), dtype=x.dtype if form.is_plain else FP8, device=x.device)
+    out = form.new_data(num_rows, features, x.dtype, x.device)
     scales = form.new_scales(num_rows, features, x.device)
     if not num_rows:
         return Quantised(out, scales)
@@ -283,7 +283,7 @@ def launch_quantise(x: Tensor, form: Form) -> Quantised:
     """The contract of `quantise`."""
     num_rows, features = x.shape
     assert x.stride(-1) == 1
-    out = torch.empty((num_rows, features), dtype=FP8, device=x.device)
+    out = form.new_data(num_rows, features, x.dtype, x.device)
     scales = form.new_scales(num_rows, features, x.device)
     assert scales is not None, form
     block = power_of_2(features)
@@ -377,7 +377,7 @@ def launch_gated_norm(
         return launch_quantise(plain.data, form)
     assert gate.shape == x.shape and gate.stride(2) == 1 and (groups == 1 or gate.stride(1) == dim)
     assert x.dtype == torch.float32 and x.is_contiguous() and (weight is None or weight.is_contiguous())
-    out = torch.empty((num_tokens, groups * dim), dtype=gate.dtype if form.is_plain else FP8, device=x.device)
+    out = form.new_data(num_tokens, groups * dim, gate.dtype, x.device)
     scales = form.new_scales(num_tokens, groups * dim, x.device)
     if not num_tokens:
         return Quantised(out, scales)

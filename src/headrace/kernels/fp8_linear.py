@@ -5,10 +5,13 @@ Many rows go to the vendor's product, few to Triton kernels that read the weight
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
-from headrace.kernels.quantise import Quantised, dequantise
+from headrace.kernels.quantise import ROW_MULTIPLE, Quantised, dequantise
 
 __all__ = ["fp8_linear"]
 
@@ -37,6 +40,11 @@ def fp8_linear(
     num_rows, (num_out, num_in) = act.data.shape[0], weight.shape
     assert act.scales is not None
     if is_block_scaled(weight, scales):
+        if _triton_linear.can_stream_blocks(num_rows, num_out, num_in):
+            return _triton_linear.launch_stream(act, weight, scales, bias, out_dtype=out_dtype)
+        if num_rows and out_dtype == torch.bfloat16 and _vendor_takes(weight, scales):
+            out = _vendor_blocks(act, weight, scales)
+            return out if bias is None else out + bias
         return _triton_linear.launch_blocks(act, weight, scales, bias, out_dtype=out_dtype)
     if num_rows <= _triton_linear.FEW_ROWS or num_out % 16 or num_in % 16:
         return _triton_linear.launch_few_rows(act, weight, scales, bias, out_dtype=out_dtype)
@@ -56,6 +64,44 @@ def fp8_linear(
     )
     out = out if bias is None or fused_bias is not None else out + bias
     return out.to(out_dtype)
+
+
+def _vendor_takes(weight: Tensor, scales: Tensor) -> bool:
+    """Whether the vendor has a product with such scales: of whole blocks, their rows in multiples of 16 bytes."""
+    num_out, num_in = weight.shape
+    return _has_vendor_blocks(weight.device) and num_in % (4 * BLOCK) == 0 and num_out % 16 == 0 == scales.shape[1] % 4
+
+
+@cache
+def _has_vendor_blocks(device: torch.device) -> bool:
+    """Hopper alone multiplies FP8 with float32 scales by block in the vendor's library, from CUDA 12.9 on."""
+    release = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+    return release >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _vendor_blocks(act: Quantised, weight: Tensor, scales: Tensor) -> Tensor:
+    """[tokens, out] bfloat16"""
+    num_rows = act.data.shape[0]
+    assert act.scales is not None
+    data, act_scales = _filled_up(act.data), _filled_up(act.scales)
+    by_group = act_scales.t().contiguous().t()  # a group's scales beside one another
+    kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    out = scaled_mm(data, weight.t(), by_group, kinds[0], scales.t(), kinds[1], output_dtype=torch.bfloat16)
+    return out[:num_rows]
+
+
+def _filled_up(rows: Tensor) -> Tensor:
+    """[rows, n] with rows of any values up to the next multiple of `ROW_MULTIPLE`: without a copy where the storage
+    goes on, as that of `Form.new_data` does.
+    """
+    (num_rows, size), stride = rows.shape, rows.stride(0)
+    wanted = -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    last = rows.storage_offset() + (wanted - 1) * stride + size
+    if last * rows.element_size() <= rows.untyped_storage().nbytes():
+        return rows.as_strided((wanted, size), (stride, 1))
+    filled = rows.new_empty((wanted, size))
+    filled[:num_rows].copy_(rows)
+    return filled
 
 
 def is_block_scaled(weight: Tensor, scales: Tensor) -> bool:

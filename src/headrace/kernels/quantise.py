@@ -17,6 +17,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 TINY = 1e-12
 """The smallest scale."""
+ROW_MULTIPLE = 4
 
 Kind = Literal["plain", "static", "token", "group"]
 
@@ -44,6 +45,14 @@ class Form:
     @property
     def is_plain(self) -> bool:
         return self.kind == "plain"
+
+    def new_data(self, num_tokens: int, features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The tensor that a kernel writes activations to, [tokens, features]; plain ones are in `dtype`.
+
+        Its storage goes on to a multiple of `ROW_MULTIPLE` tokens: some products take no other number of rows.
+        """
+        num_rows = num_tokens if self.is_plain else -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+        return torch.empty((num_rows, features), dtype=dtype if self.is_plain else FP8, device=device)[:num_tokens]
 
     def new_scales(self, num_tokens: int, features: int, device: torch.device) -> Tensor | None:
         """The tensor that a kernel writes scales to: [tokens, 1], or [tokens, groups]; the given scale for `static`."""

@@ -11,7 +11,7 @@ Without a calibration the corrections are what well-tuned kernels reach of their
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -103,9 +103,16 @@ class CachePart:
     """Tokens that an indexer chooses for a query; what follows is of those alone."""
     chosen_flops: float = 0.0
     chosen_bytes: float = 0.0
+    unfolded_flops: float = 0.0
+    """A pair's where keys and values are unfolded from latents first; 0: they can't be."""
+    unfolding_flops: float = 0.0
+    """To unfold a token that this step didn't compute; of its own, the linear part has them."""
 
     def seconds(self, num_queries: int, pairs: Any, reads: Any, peak: Peak) -> Any:
         computing, reading = pairs * self.flops, reads * self.bytes
+        if self.unfolded_flops:
+            unfolded = pairs * self.unfolded_flops + (reads - num_queries) * self.unfolding_flops
+            computing = np.minimum(computing, unfolded)
         if self.top:
             most = num_queries * self.top
             computing = computing + np.minimum(pairs, most) * self.chosen_flops
@@ -231,6 +238,8 @@ def _cache_part(shape: ModelShape, group: GroupSpec, ranks: Ranks) -> CachePart:
         top=parts[0].top,
         chosen_flops=sum(part.chosen_flops for part in parts),
         chosen_bytes=sum(part.chosen_bytes for part in parts),
+        unfolded_flops=sum(part.unfolded_flops for part in parts),
+        unfolding_flops=sum(part.unfolding_flops for part in parts),
     )
 
 
@@ -250,11 +259,17 @@ def _layer_part(mixer: MixerShape | None, group: GroupSpec, ranks: Ranks) -> Cac
     if isinstance(mixer, LatentShape):
         width = mixer.latent_dim + mixer.rope_dim + mixer.index_dim
         index = mixer.index_dim / width
-        attending = 2.0 * mixer.num_heads * (2 * mixer.latent_dim + mixer.rope_dim) / ranks.attention
-        return _chosen(
+        heads = 2.0 * mixer.num_heads / ranks.attention
+        part = _chosen(
             top=mixer.top or 0,
-            flops=(2.0 * mixer.index_heads * mixer.index_dim, attending),
+            flops=(2.0 * mixer.index_heads * mixer.index_dim, heads * (2 * mixer.latent_dim + mixer.rope_dim)),
             num_bytes=(index * token_bytes, (1 - index) * token_bytes),
+        )
+        if mixer.top or mixer.index_dim:
+            return part
+        made = mixer.nope_dim + mixer.value_dim
+        return replace(
+            part, unfolded_flops=heads * (made + mixer.rope_dim), unfolding_flops=heads * made * mixer.latent_dim
         )
     assert isinstance(mixer, AttentionShape), mixer
     return CachePart(4.0 * mixer.num_heads * mixer.head_dim / ranks.attention, token_bytes)
