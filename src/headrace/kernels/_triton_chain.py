@@ -15,6 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels._assembler import choose_assembler
+
+choose_assembler()  # every module with kernels imports this one, before it compiles any
+
 
 @triton.jit
 def wait_for_predecessor(CHAINED: tl.constexpr):

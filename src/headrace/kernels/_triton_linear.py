@@ -191,7 +191,7 @@ def launch_gated(
     num_features = weight.shape[0] // 2
     assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous() and num_rows <= STREAM_ROWS
     out = form.new_data(num_rows, num_features, dtype, x.device)
-    tuning = tuned(*weight.shape)
+    tuning = tuned(num_rows, *weight.shape)
     if num_rows:
         grid(_gated_kernel, num_features // GATED_FEATURES)(
             x,
@@ -342,7 +342,7 @@ def launch_stream(
     num_rows, (num_out, num_in) = x.shape[0], weight.shape
     by_block = is_block_scaled(weight, scales)
     assert 0 < num_rows <= STREAM_ROWS and num_out % WIDE_SIDE == 0 and num_in % (BLOCK if by_block else 256) == 0
-    tuning = tuning or (tuned_blocks(num_rows, num_out, num_in) if by_block else tuned(num_out, num_in))
+    tuning = tuning or (tuned_blocks if by_block else tuned)(num_rows, num_out, num_in)
     outputs = WIDE_SIDE // tuning.parts
     assert num_in % (tuning.inputs * tuning.parts) == 0, (num_in, tuning)
     out = torch.empty((num_rows, num_out), dtype=out_dtype, device=x.device)
@@ -375,12 +375,13 @@ def launch_stream(
     return out
 
 
-def tuned(num_out: int, num_in: int) -> StreamTuning:
+def tuned(num_rows: int, num_out: int, num_in: int) -> StreamTuning:
     """Measured on an H200, whose memory wants a program on each of its 132 processors: docs/performance.md."""
     num_tiles = num_out // WIDE_SIDE
-    if num_tiles <= 66 and num_in % 512 == 0:
+    may_part = num_rows <= STREAM_ROWS // 2  # pieces of more rows don't fit in a processor's shared memory
+    if may_part and num_tiles <= 66 and num_in % 512 == 0:
         return StreamTuning(parts=2, stages=6)
-    if num_tiles <= 132 and num_in % 1024 == 0:
+    if may_part and num_tiles <= 132 and num_in % 1024 == 0:
         return StreamTuning(parts=4, stages=3)
     return StreamTuning(stages=6 if num_tiles <= FEW_TILES else 4)
 
