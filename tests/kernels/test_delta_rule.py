@@ -51,7 +51,7 @@ def token_by_token(case: dict[str, Tensor], lengths: Sequence[int], slots: Tenso
     """-> (out, states), in float64"""
     parts = {name: tensor.cpu().double() for name, tensor in case.items()}
     group = parts["v"].shape[1] // parts["q"].shape[1]
-    q, k = (F.normalize(parts[part], dim=-1, eps=0.0).repeat_interleave(group, 1) for part in ("q", "k"))
+    q, k = (F.normalize(parts[part], dim=-1).repeat_interleave(group, 1) for part in ("q", "k"))
 
     def one(token: int, state: Tensor) -> tuple[Tensor, Tensor]:
         state = state * parts["decay"][token].exp()[..., None]
@@ -97,7 +97,8 @@ def test_in_triton(device: str, rows: str, by_feature: bool, dtype: torch.dtype)
     twin = {part: tensor.clone() for part, tensor in case.items()}
     expected = delta_rule_twin(**twin, step=step_of(lengths, num_context))
     out, state = launch(case, lengths, num_context, device)
-    torch.testing.assert_close(out, expected, atol=4e-5, rtol=2e-4)
+    tolerance = 4e-5 if dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     tolerance = 4e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(state, twin["state"], atol=tolerance, rtol=tolerance)
 
@@ -121,9 +122,59 @@ def test_hard_numbers(device: str, by_feature: bool, dtype: torch.dtype) -> None
     case, lengths = hard_case(by_feature, dtype)
     expected, expected_state = token_by_token(case, lengths, step_of(lengths, 2).slots)
     out, state = launch(case, lengths, 2, device)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-4
-    torch.testing.assert_close(out, expected.float(), atol=tolerance, rtol=tolerance)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(out, expected.float(), atol=tolerance / 2, rtol=tolerance)
     torch.testing.assert_close(state, expected_state.float(), atol=tolerance, rtol=tolerance)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_feature", [False, True])
+def test_rounding_costs_less_than_that_of_the_inputs(device: str, by_feature: bool) -> None:
+    """Factors of 16-bit models have 11 bits: an eighth of what rounding q, k and v to bfloat16 costs (2.4e-3)."""
+    case = delta_case(96, by_feature=by_feature, k_dim=24, v_dim=40)
+    case |= {part: case[part].to(torch.bfloat16) for part in ("q", "k", "v")}
+    step = step_of([96], 1)
+    expected, expected_state = token_by_token(case, [96], step.slots)
+    out, state = launch(case, [96], 1, device)
+    slots = step.slots.cpu()
+    assert error(out, expected) < 1e-3 and error(state[slots], expected_state[slots]) < 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [2.0**100, 2.0**-60])
+@pytest.mark.parametrize("by_feature", [False, True])
+def test_values_that_float16_does_not_hold(device: str, by_feature: bool, scale: float) -> None:
+    """All is linear in values and states, and a power of two more in them is one more in what comes out."""
+    lengths = [37, 5]
+    case = delta_case(sum(lengths), by_feature=by_feature, k_dim=24, v_dim=40)
+    case |= {part: case[part].to(torch.bfloat16) for part in ("q", "k", "v")}
+    out, state = launch(case, lengths, 2, device)
+    slots = step_of(lengths, 2).slots.cpu()
+    case |= {part: case[part] * scale for part in ("v", "state")}
+    large_out, large_state = launch(case, lengths, 2, device)
+    torch.testing.assert_close(large_out, out * scale, atol=0, rtol=0)
+    torch.testing.assert_close(large_state[slots], state[slots] * scale, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_feature", [False, True])
+def test_lengths_of_keys_and_queries(device: str, by_feature: bool) -> None:
+    """Keys and queries of any length, none among them; a state far larger than values; one value far larger."""
+    lengths = [37, 5]
+    case = delta_case(sum(lengths), by_feature=by_feature, k_dim=24, v_dim=40)
+    powers = torch.tensor([0.1, 1.0, 1e4, 1e8])[torch.arange(42) % 4][:, None, None]
+    case |= {part: (case[part] * powers).to(torch.bfloat16) for part in ("q", "k")}
+    case["v"][3, 0, 7], case["state"] = 1e6, case["state"] * 1e5
+    case["v"], case["beta"][3] = case["v"].to(torch.bfloat16), 1.0
+    case["k"][5], case["q"][6], case["beta"][4] = 0.0, 0.0, 0.0
+    expected, expected_state = token_by_token(case, lengths, step_of(lengths, 2).slots)
+    slots = step_of(lengths, 2).slots.cpu()
+    out, state = launch(case, lengths, 2, device)
+    assert error(out, expected) < 1e-3 and error(state[slots], expected_state[slots]) < 1e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
