@@ -23,13 +23,13 @@ ROWS: dict[str, tuple[list[int], int]] = {
 """By name, (tokens of each row, context rows)."""
 TRITON_ROWS: dict[str, tuple[list[int], int]] = {
     "decode": ([1, 1, 1], 0),
-    "around a chunk": ([1, 15, 63, 64, 65, 1, 1], 5),
-    "a piece a chunk": ([130, 33, 1], 2),
+    "around a chunk": ([1, 15, 31, 32, 65, 1, 1], 5),
+    "a piece a chunk": ([170, 33, 1], 2),
 }
-KNOWN = (2, 64, 1, 128)
-"""Sizes whose products are of bfloat16 numbers."""
+USUAL = (2, 64, 1, 128)
+"""Sizes whose masks are true everywhere."""
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-4}
-"""Of what is of the order of one, by the model's type, where states aren't rounded for outputs."""
+"""Of what is of the order of one, by the model's type, where nothing is rounded once for outputs."""
 
 
 def case_of(
@@ -99,11 +99,17 @@ def check_triton(case: dict[str, Tensor], lengths: Sequence[int], num_context: i
 
 @pytest.fixture(autouse=True)
 def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are two bfloat16 numbers for outputs too, so that little is put down to rounding."""
+    """What outputs come of is two bfloat16 numbers too, so that little is put down to rounding."""
     if find_spec("triton") is not None:
-        from headrace.kernels import _triton_ssd
+        set_out_terms(monkeypatch, 2)
 
-        monkeypatch.setattr(_triton_ssd, "HALVES", _triton_ssd.HALVES._replace(held_terms=2))
+
+def set_out_terms(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    from headrace.kernels import _triton_ssd
+
+    for name in ("HALVES", "LARGE_HALVES"):
+        monkeypatch.setattr(_triton_ssd, name, getattr(_triton_ssd, name)._replace(out_terms=count))
+    monkeypatch.setitem(_triton_ssd.TILINGS, torch.bfloat16, _triton_ssd.HALVES)
 
 
 @pytest.fixture
@@ -125,8 +131,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (torch.float32, (2, 10, 1, 6)),
         (torch.bfloat16, (4, 24, 2, 40)),
-        (torch.bfloat16, KNOWN),
-        (torch.float16, (2, 24, 1, 16)),
+        (torch.bfloat16, (1, 80, 1, 16)),
+        (torch.bfloat16, USUAL),
+        (torch.float16, (1, 24, 1, 16)),
     ],
 )
 @pytest.mark.parametrize("rows", TRITON_ROWS)
@@ -137,7 +144,7 @@ def test_in_triton(device: str, rows: str, dtype: torch.dtype, sizes: tuple[int,
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_states_in_16_bits(device: str) -> None:
-    case = case_of(131, dtype=torch.bfloat16, sizes=KNOWN)
+    case = case_of(131, dtype=torch.bfloat16, sizes=USUAL)
     case["state"] = case["state"].bfloat16()
     check_triton(case, [130, 1], 1, device)
 
@@ -145,13 +152,15 @@ def test_states_in_16_bits(device: str) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("device", DEVICES)
 def test_pieces_of_several_chunks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of three pieces of two chunks beside rows of one."""
+    """A row of three pieces of two chunks beside rows of one; rows are found two at a time."""
     from headrace.kernels import _triton_ssd
 
-    lengths = [3, 300, 65, 1]
-    case = case_of(sum(lengths), dtype=torch.bfloat16, sizes=KNOWN)
-    monkeypatch.setattr(_triton_ssd, "MIN_PROGRAMS", 4)
-    assert _triton_ssd.piece_tokens(sum(lengths), 2, chunk=64, widest=1000) == 128
+    lengths = [3, 160, 33, 1]
+    case = case_of(sum(lengths), dtype=torch.bfloat16, sizes=USUAL)
+    monkeypatch.setattr(_triton_ssd, "PROGRAMS", 8)
+    if device == "cpu":  # compiled kernels keep what they were compiled with
+        monkeypatch.setattr(_triton_ssd, "ROW_BLOCK", type(_triton_ssd.ROW_BLOCK)(2))
+    assert _triton_ssd.piece_tokens(sum(lengths), 2, chunk=32, widest=1000) == 64
     check_triton(case, lengths, 3, device)
 
 
@@ -159,40 +168,46 @@ def test_pieces_of_several_chunks(device: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("decay", [0.0, -50.0])
 def test_decays_at_both_ends(device: str, decay: float) -> None:
     """A sum of decays over a chunk goes to -3,200: its inverse is no number."""
-    case = case_of(140, dtype=torch.bfloat16, sizes=KNOWN, decay=torch.full((140, 2), decay))
+    case = case_of(140, dtype=torch.bfloat16, sizes=USUAL, decay=torch.full((140, 2), decay))
     check_triton(case, [140], 1, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_step_sizes_of_zero_add_nothing(device: str) -> None:
-    case = case_of(70, dtype=torch.bfloat16, sizes=KNOWN)
+    case = case_of(70, dtype=torch.bfloat16, sizes=USUAL)
     case["time"] = torch.zeros_like(case["time"])
     check_triton(case, [69, 1], 1, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rounded_states_cost_less_than_rounded_inputs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.kernels import _triton_ssd
+def test_large_states(device: str) -> None:
+    check_triton(case_of(40, dtype=torch.bfloat16, sizes=(2, 64, 1, 256)), [39, 1], 1, device)
 
-    monkeypatch.setattr(_triton_ssd, "HALVES", _triton_ssd.HALVES._replace(held_terms=1))
-    lengths = [200]
-    exact, case = (case_of(200, dtype=dtype, sizes=KNOWN) for dtype in (torch.float32, torch.bfloat16))
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_outputs_lose_less_than_inputs_did(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of one chunk; the last one's state is kept, and as good as ever."""
+    set_out_terms(monkeypatch, 1)
+    from headrace.kernels._triton_ssd import launch_ssd
+
+    lengths, slot = [200], 5
+    exact, case = (case_of(200, dtype=dtype, sizes=USUAL) for dtype in (torch.float32, torch.bfloat16))
     (wanted, _), (expected, states) = one_by_one(exact, lengths, 1), one_by_one(case, lengths, 1)
     there = {part: tensor.to(device) for part, tensor in case.items()}
-    got = _triton_ssd.launch_ssd(**there, step=step_of(lengths, 1, device)).cpu()
-    assert (got - expected).norm() < 0.3 * (expected - wanted).norm()
-    torch.testing.assert_close(there["state"].cpu().double(), states, atol=1e-3, rtol=1e-4)
+    got = launch_ssd(**there, step=step_of(lengths, 1, device)).cpu()
+    assert (got - expected).norm() < 0.7 * (expected - wanted).norm()
+    assert (there["state"].cpu()[slot] - states[slot]).norm() < 1e-5 * states[slot].norm()
 
 
 def test_pieces_leave_enough_programs_and_little_to_keep() -> None:
     pytest.importorskip("triton")
-    from headrace.kernels._triton_ssd import MIN_PROGRAMS, piece_tokens
+    from headrace.kernels._triton_ssd import PROGRAMS, piece_tokens
 
     for num_tokens in (1, 63, 512, 2048, 8192, 65536, 1 << 20):
         for num_tiles in (1, 12, 96, 384):
-            piece = piece_tokens(num_tokens, num_tiles, chunk=64, widest=20_000)
-            assert piece % 64 == 0
-            kept = num_tokens // piece * num_tiles
+            piece = piece_tokens(num_tokens, num_tiles, chunk=32, widest=20_000)
+            assert piece % 32 == 0
             assert piece * 20_000 < 1 << 31
-            assert kept < 2 * MIN_PROGRAMS or piece == 64 or piece * 2 * 20_000 >= 1 << 31
-            assert kept >= MIN_PROGRAMS // 2 or piece == 64
+            num_pieces, most = -(-num_tokens // piece), max(PROGRAMS, num_tiles)
+            assert num_pieces * num_tiles <= most or (piece + 32) * 20_000 >= 1 << 31
+            assert piece == 32 or -(-num_tokens // (piece - 32)) * num_tiles > PROGRAMS - num_tiles

@@ -1,13 +1,14 @@
 """Mamba-2's state space in Triton: prompts in pieces that go on at the same time, and single tokens.
 
-A program walks the chunks of one piece of a row with a head's state in registers (Dao and Gu 2024). Where rows have
-several pieces, a pass before it works out what each piece adds to a state of zero, and another one makes of that the
-state before each piece. Pieces are as long as leaves enough of them for a GPU: what goes through memory is one state a
-piece, not one a chunk.
+A program walks the chunks of one piece of a row with a head's state in registers (Dao and Gu 2024). What a chunk's
+tokens need of each other is worked out before, for all chunks at once. Where rows have several pieces, another pass
+works out what each piece adds to a state of zero, and a third one makes of that the state before each piece. Pieces
+are as long as leaves enough of them for a GPU: what goes through memory is one state a piece, not one a chunk.
 
-In a bfloat16 model x, b and c are exact factors. What is in float32, such as decays times step sizes, becomes the sum
-of two bfloat16 numbers, which keeps 16 of its bits: the products run at the tensor cores' full rate and lose nothing
-beside the rounding of x, b and c themselves. States are summed in float32, and rounded where outputs come of them.
+In a bfloat16 model x, b and c are exact factors. What is in float32 becomes the sum of bfloat16 numbers where it is
+multiplied, so that products run at the tensor cores' full rate: of two where states come of it, which keep 16 bits, and
+of one where outputs do, which costs them less than rounding x, b and c did. States are summed in float32. They are
+[features, state] here: then what is worked out is a product's left factor, which may come from registers.
 """
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ from headrace.kernels.port import StateRows
 
 STEP_VALUES = 32
 """Features of a state tile where rows have one token each."""
-MIN_PROGRAMS = 512
-"""Pieces get no shorter than leaves about as many programs; the workspace holds at most four tiles of a state each."""
+PROGRAMS = 396
+"""Pieces get no shorter than leaves about as many programs, which an H200 runs at once."""
 MAX_PLACE = (1 << 31) - 1
 CHAIN_BLOCK = 1024
 """Numbers of a state that a program of the chain over pieces carries."""
+HEAD_BLOCK = 32
+"""Heads whose decays are summed together."""
 
+ROW_BLOCK = tl.constexpr(128)
 LOG2_E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1e-37)
 """The least step size whose logarithm is taken."""
+LARGE = tl.constexpr(120.0)
+"""2 to its power is a number, of which 0 times is 0."""
 
 
 class Tiling(NamedTuple):
@@ -46,49 +52,50 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     terms: int
-    """bfloat16 numbers that one in float32 is split into; 0 multiplies in float32."""
-    held_terms: int
-    """The same of a state, where outputs come of it."""
+    """bfloat16 numbers that one in float32 is split into where states that are kept come of it; 0 multiplies in
+    float32."""
+    out_terms: int
+    """The same where outputs come of it."""
     precision: str
     """Of products in float32."""
-    piece_registers: int | None = None
-    """The most a thread has where pieces are worked out: with 128, four programs run on a multiprocessor."""
+    registers: tuple[int, int] | None = None
+    """The most that threads have where pieces are worked out, and where outputs are."""
 
 
-HALVES = Tiling(64, 64 * 128, warps=4, stages=2, terms=2, held_terms=1, precision="ieee", piece_registers=128)
-"""Of bfloat16, for states of 128 and tiles of 64 features."""
-WIDENED = Tiling(16, 32 * 128, warps=8, stages=1, terms=0, held_terms=0, precision="tf32x3")
+HALVES = Tiling(32, 64 * 128, 4, 3, terms=2, out_terms=1, precision="ieee", registers=(128, 168))
+"""Of bfloat16. Four programs that work out pieces share a multiprocessor, and three that work out outputs."""
+LARGE_HALVES = HALVES._replace(max_tile=64 * 256, registers=None)
+"""For states of more than 128."""
+WIDENED = Tiling(16, 32 * 128, 8, 1, terms=0, out_terms=0, precision="tf32x3")
 TILINGS = {
-    torch.bfloat16: WIDENED,
+    torch.bfloat16: HALVES,
     torch.float16: WIDENED,
-    torch.float32: Tiling(16, 16 * 128, warps=8, stages=1, terms=0, held_terms=0, precision="ieee"),
+    torch.float32: WIDENED._replace(max_tile=16 * 128, precision="ieee"),
 }
 """By the model's type. With larger tiles, or fewer warps, registers spill to memory."""
 
 
-def tiling(x: Tensor, size: int) -> Tiling:
-    """For x [tokens, heads, dim] and states of this size.
-
-    Products of bfloat16 numbers are for what was held against float64 on a card: compiled by Triton 3.6 for states of
-    40 and 24 features, tiles of 64 x 32, they left wrong states behind chunks of more than 32 tokens.
-    """
-    dim = x.shape[2]
-    is_known = size == 128 and dim % 16 == 0 and dim >= 64
-    return HALVES if x.dtype == torch.bfloat16 and is_known else TILINGS[x.dtype]
+def tiling(dtype: torch.dtype, size: int) -> Tiling:
+    """For states of this size."""
+    how = TILINGS[dtype]
+    return LARGE_HALVES if how is HALVES and size > 128 else how
 
 
 # ---- prompts ---------------------------------------------------------------------------------
 
 
 @triton.jit
-def _row_of(index, query_starts, num_rows, num_rounds, PIECE, EXTRA: tl.constexpr):
-    """The last row whose pieces begin at or before this place: a row's first is at start // PIECE + EXTRA * row."""
-    low, high = 0, num_rows
-    for _ in range(num_rounds):
-        middle = (low + high) // 2
-        is_before = tl.load(query_starts + middle) // PIECE + EXTRA * middle <= index
-        low, high = tl.where(is_before, middle, low), tl.where(is_before, high, middle)
-    return low
+def _row_of(index, query_starts, num_rows, PIECE, EXTRA: tl.constexpr):
+    """The last row whose pieces begin at or before this place: a row's first is at start // PIECE + EXTRA * row.
+
+    All rows are asked at once: a search would wait for memory several times."""
+    num_before = 0
+    for first in range(0, num_rows, ROW_BLOCK):
+        row = first + tl.arange(0, ROW_BLOCK)
+        start = tl.load(query_starts + row, mask=row < num_rows, other=0)
+        is_before = (start // PIECE + EXTRA * row <= index) & (row < num_rows)
+        num_before += tl.sum(is_before.to(tl.int32), 0)
+    return num_before - 1
 
 
 @triton.jit
@@ -125,15 +132,94 @@ def _right_product(exact, a, total, TERMS: tl.constexpr, COMPUTE: tl.constexpr, 
 
 
 @triton.jit
+def _load(place, mask, WHOLE: tl.constexpr):
+    """WHOLE: the mask is true everywhere."""
+    if WHOLE:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_pairs(
+    b, c, pairs, token, index, group, groups, size, b_stride, c_stride,
+    STATE: tl.constexpr, CHUNK: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    inside, place = tl.arange(0, CHUNK), tl.arange(0, STATE)
+    is_place, place = (place < size)[None, :], (group * size + place)[None, :]
+    some_b = tl.load(b + token[:, None] * b_stride + place, mask=is_place, other=0.0).to(COMPUTE)
+    some_c = tl.load(c + token[:, None] * c_stride + place, mask=is_place, other=0.0).to(COMPUTE)
+    product = tl.dot(some_b, tl.trans(some_c), input_precision=PRECISION)
+    pairs += (index * groups + group).to(tl.int64) * (CHUNK * CHUNK)
+    is_seen = inside[:, None] <= inside[None, :]
+    tl.store(pairs + inside[:, None] * CHUNK + inside[None, :], tl.where(is_seen, product, 0.0))
+
+
+@triton.jit
+def _store_sums(time, decay, sums, token, is_token, index, head, heads, CHUNK: tl.constexpr):
+    mask, is_token = (head < heads)[None, :] & is_token[:, None], is_token[:, None]
+    head = head[None, :]
+    one_time = tl.load(time + token[:, None] * heads + head, mask=mask, other=0.0)
+    one_decay = tl.load(decay + token[:, None] * heads + head, mask=mask, other=0.0) * LOG2_E
+    total = tl.cumsum(one_decay, 0)
+    source = tl.where(is_token, total - tl.log2(tl.maximum(one_time, TINY)), float("inf"))
+    held = sums + (index.to(tl.int64) * heads + head) * (3 * CHUNK) + tl.arange(0, CHUNK)[:, None]
+    tl.store(held, total, mask=head < heads)
+    tl.store(held + CHUNK, source, mask=head < heads)
+    tl.store(held + 2 * CHUNK, tl.exp2(tl.sum(one_decay, 0)[None, :] - source), mask=head < heads)
+
+
+@triton.jit
+def _chunk_kernel(
+    b, c, time, decay, query_starts, pairs, sums,
+    num_rows, groups, heads, size, b_stride, c_stride,
+    BLOCK: tl.constexpr, STATE: tl.constexpr, CHUNK: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs: (groups, then blocks of heads; chunks). Tokens behind the row's end are its last one over again, with
+    step sizes of nothing.
+
+    pairs: [chunks, groups, CHUNK, CHUNK], what a later token (the second) reads of an earlier one.
+    sums: [chunks, heads, 3, CHUNK]: running sums of decays as powers of 2; the same less the step size, which is a
+    decay that comes before its token; what is left of a token at the chunk's end.
+    """
+    part, index = tl.program_id(0), tl.program_id(1)
+    row = _row_of(index, query_starts, num_rows, CHUNK, EXTRA=1)
+    start, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
+    begin = start + (index - start // CHUNK - row) * CHUNK
+    if begin >= end:
+        return
+    inside = tl.arange(0, CHUNK)
+    token = tl.minimum(begin + inside, end - 1).to(tl.int64)
+    if part < groups:
+        _store_pairs(
+            b, c, pairs, token, index, part, groups, size, b_stride, c_stride, STATE, CHUNK, COMPUTE, PRECISION
+        )
+    else:
+        head = (part - groups) * BLOCK + tl.arange(0, BLOCK)
+        _store_sums(time, decay, sums, token, begin + inside < end, index, head, heads, CHUNK)
+
+
+@triton.jit
+def _added_to(
+    live, some_x, some_b, sums,
+    CHUNK: tl.constexpr, TERMS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state [features, state] behind a chunk of x [CHUNK, features] and b [CHUNK, state]."""
+    left = tl.load(sums + 2 * CHUNK + tl.arange(0, CHUNK))
+    added = tl.trans(some_x).to(tl.float32) * left[None, :]
+    return _left_product(added, some_b, live * tl.exp2(tl.load(sums + CHUNK - 1)), TERMS, COMPUTE, PRECISION)
+
+
+@triton.jit
 def _piece_kernel(
-    x, b, time, decay, query_starts, work, faded,
-    num_rows, num_rounds, piece, heads, dim, size, x_stride, b_stride,
-    GROUP: tl.constexpr, STATE: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr,
+    x, b, sums, query_starts, work, faded,
+    num_rows, piece, heads, dim, size, x_stride, b_stride,
+    GROUP: tl.constexpr, STATE: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
     TERMS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: (heads, pieces but each row's last, tiles of features). What a piece makes of a state of zero."""
     head, index = tl.program_id(0), tl.program_id(1)
-    row = _row_of(index, query_starts, num_rows, num_rounds, piece, EXTRA=0)
+    row = _row_of(index, query_starts, num_rows, piece, EXTRA=0)
     start = tl.load(query_starts + row)
     local = index - start // piece
     if (local + 1) * piece >= tl.load(query_starts + row + 1) - start:
@@ -144,23 +230,24 @@ def _piece_kernel(
     begin = (start + local * piece).to(tl.int64)
     x += begin * x_stride + head * dim
     b += begin * b_stride + (head // GROUP) * size
-    time += begin * heads + head
-    decay += begin * heads + head
-    live = tl.zeros((STATE, VALUES), tl.float32)
+    sums += ((start // CHUNK + row + local * (piece // CHUNK)).to(tl.int64) * heads + head) * (3 * CHUNK)
+    live = tl.zeros((VALUES, STATE), tl.float32)
     fade = 0.0
-    for _ in tl.range(0, piece, CHUNK, num_stages=STAGES):  # no chunk here reaches behind the row's end
-        some_b = tl.load(b + inside[:, None] * b_stride + place[None, :], mask=is_place[None, :], other=0.0)
-        some_x = tl.load(x + inside[:, None] * x_stride + feature[None, :], mask=is_feature[None, :], other=0.0)
-        total = tl.cumsum(tl.load(decay + inside * heads), 0)
-        last = tl.sum(tl.where(inside == CHUNK - 1, total, 0.0), 0)
-        left = some_x.to(tl.float32) * (tl.exp(last - total) * tl.load(time + inside * heads))[:, None]
-        live = _right_product(tl.trans(some_b.to(COMPUTE)), left, live * tl.exp(last), TERMS, COMPUTE, PRECISION)
-        fade += last
-        x, b = x + CHUNK * x_stride, b + CHUNK * b_stride
-        time, decay = time + CHUNK * heads, decay + CHUNK * heads
+    of_x = inside[:, None] * x_stride + feature[None, :]
+    # x is asked for a chunk ahead here: as it isn't a product's factor as it is, the compiler would ask too late.
+    next_x = _load(x + of_x, is_feature[None, :], WHOLE)
+    for offset in tl.range(0, piece, CHUNK, num_stages=STAGES):  # no chunk here reaches behind the row's end
+        some_x = next_x
+        ahead = x + tl.minimum(offset + CHUNK, piece - CHUNK) * x_stride
+        next_x = _load(ahead + of_x, is_feature[None, :], WHOLE)
+        of_b = (offset + inside)[:, None] * b_stride + place[None, :]
+        some_b = _load(b + of_b, is_place[None, :], WHOLE).to(COMPUTE)
+        live = _added_to(live, some_x, some_b, sums, CHUNK, TERMS, COMPUTE, PRECISION)
+        fade += tl.load(sums + CHUNK - 1)
+        sums += heads * (3 * CHUNK)
     at = (2 * (start // piece) + local).to(tl.int64) * heads + head
-    held = work + at * dim * size + feature[None, :] * size + place[:, None]
-    tl.store(held, live, mask=is_place[:, None] & is_feature[None, :])
+    held = work + at * dim * size + feature[:, None] * size + place[None, :]
+    tl.store(held, live, mask=is_feature[:, None] & is_place[None, :])
     tl.store(faded + at, fade)
 
 
@@ -168,19 +255,19 @@ def _piece_kernel(
 def _added(work, faded, place, at, is_there, count):
     """What a piece adds, and what it leaves of the state before it: nothing and all, if it isn't there."""
     added = tl.load(work + at * count + place, mask=place < tl.where(is_there, count, 0), other=0.0)
-    return added, tl.exp(tl.load(faded + at, mask=is_there, other=0.0))
+    return added, tl.exp2(tl.load(faded + at, mask=is_there, other=0.0))
 
 
 @triton.jit
 def _chain_kernel(
     state, work, faded, slots, query_starts,
-    num_rows, num_rounds, piece, heads, count, state_stride,
+    num_rows, piece, heads, count, state_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Programs: (blocks of a head's state, heads, places of rows' first pieces). `work` becomes the state before each
     piece. Four pieces are read before the first of them is overwritten: their latencies pass together."""
     index, head = tl.program_id(2), tl.program_id(1)
-    row = _row_of(index, query_starts, num_rows, num_rounds, piece, EXTRA=0)
+    row = _row_of(index, query_starts, num_rows, piece, EXTRA=0)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
     if index != start // piece or length <= piece:
@@ -211,17 +298,60 @@ def _chain_kernel(
 
 
 @triton.jit
-def _scan_kernel(
-    x, b, c, time, decay, skip, state, out, slots, query_starts, work,
-    num_rows, num_rounds, piece, heads, dim, size, x_stride, b_stride, c_stride, state_stride,
-    GROUP: tl.constexpr, STATE: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr,
-    TERMS: tl.constexpr, HELD_TERMS: tl.constexpr,
+def _mixed(
+    live, some_x, some_c, pairs, sums, skip,
+    CHUNK: tl.constexpr, TERMS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs [features, CHUNK] of a chunk, before which the state is `live`."""
+    inside = tl.arange(0, CHUNK)
+    total, source = tl.load(sums + inside), tl.load(sums + CHUNK + inside)
+    # Pairs are 0 where the exponent is of a token that comes later.
+    scores = pairs * tl.exp2(tl.minimum(total[None, :] - source[:, None], LARGE))
+    scores += tl.where(inside[:, None] == inside[None, :], skip, 0.0)
+    if TERMS == 1:
+        # Rounded right here, it waits in half as many registers.
+        scores = scores.to(tl.bfloat16).to(tl.float32)
+    none = tl.zeros((live.shape[0], CHUNK), tl.float32)
+    mixed = _left_product(live, tl.trans(some_c), none, TERMS, COMPUTE, PRECISION)
+    mixed *= tl.exp2(tl.load(sums + inside))[None, :]
+    return _right_product(tl.trans(some_x).to(COMPUTE), scores, mixed, TERMS, COMPUTE, PRECISION)
+
+
+@triton.jit
+def _walk(
+    live, x, b, c, pairs, sums, out, skip, count, feature, place, is_feature, is_place,
+    heads, dim, x_stride, b_stride, c_stride,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (heads, pieces, tiles of features). What does not depend on the chunk stays in registers, so little is
-    worked out before the loop."""
+    """A piece's chunks: -> the state behind it."""
+    inside = tl.arange(0, CHUNK)
+    for offset in tl.range(0, count, CHUNK, num_stages=STAGES):
+        token = tl.minimum(offset + inside, count - 1)
+        some_b = _load(b + token[:, None] * b_stride + place[None, :], is_place[None, :], WHOLE).to(COMPUTE)
+        some_c = _load(c + token[:, None] * c_stride + place[None, :], is_place[None, :], WHOLE).to(COMPUTE)
+        some_x = _load(x + token[:, None] * x_stride + feature[None, :], is_feature[None, :], WHOLE)
+        some_pairs = tl.load(pairs + inside[:, None] * CHUNK + inside[None, :])
+        mixed = _mixed(live, some_x, some_c, some_pairs, sums, skip, CHUNK, OUT_TERMS, COMPUTE, PRECISION)
+        to = out + (offset + inside)[None, :] * (heads * dim) + feature[:, None]
+        tl.store(to, mixed, mask=(offset + inside < count)[None, :] & is_feature[:, None])
+        live = _added_to(live, some_x, some_b, sums, CHUNK, TERMS, COMPUTE, PRECISION)
+        sums += heads * (3 * CHUNK)
+        pairs += (heads // GROUP) * (CHUNK * CHUNK)
+    return live
+
+
+@triton.jit
+def _scan_kernel(
+    x, b, c, pairs, sums, skip, state, out, slots, query_starts, work,
+    num_rows, piece, heads, dim, size, x_stride, b_stride, c_stride, state_stride,
+    GROUP: tl.constexpr, STATE: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+    TERMS: tl.constexpr, OUT_TERMS: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Programs: (heads, pieces, tiles of features)."""
     head, index = tl.program_id(0), tl.program_id(1)
-    row = _row_of(index, query_starts, num_rows, num_rounds, piece, EXTRA=1)
+    row = _row_of(index, query_starts, num_rows, piece, EXTRA=1)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
     local = index - start // piece - row
@@ -229,10 +359,11 @@ def _scan_kernel(
         return
     feature, place = tl.program_id(2) * VALUES + tl.arange(0, VALUES), tl.arange(0, STATE)
     is_feature, is_place = feature < dim, place < size
-    mask = is_place[:, None] & is_feature[None, :]
-    inner = head * dim * size + feature[None, :] * size + place[:, None]
+    mask = is_feature[:, None] & is_place[None, :]
+    inner = head * dim * size + feature[:, None] * size + place[None, :]
     if length <= piece:
-        live = tl.load(state + tl.load(slots + row) * state_stride + inner, mask=mask, other=0.0).to(tl.float32)
+        held = state + tl.load(slots + row) * state_stride + inner
+        live = tl.load(held, mask=mask, other=0.0).to(tl.float32)
     else:
         before = (2 * (start // piece) + local).to(tl.int64) * heads * dim * size
         live = tl.load(work + before + inner, mask=mask, other=0.0)
@@ -241,36 +372,29 @@ def _scan_kernel(
     x += begin * x_stride + head * dim
     b += begin * b_stride + (head // GROUP) * size
     c += begin * c_stride + (head // GROUP) * size
-    first = begin * heads + head
-    time, decay, out = time + first, decay + first, out + first * dim
-    inside = tl.arange(0, CHUNK)
-    is_seen = inside[:, None] >= inside[None, :]
-    for offset in tl.range(0, count, CHUNK, num_stages=STAGES):
-        token = offset + inside
-        is_token = token < count
-        both, of_x = is_token[:, None] & is_place[None, :], is_token[:, None] & is_feature[None, :]
-        some_b = tl.load(b + token[:, None] * b_stride + place[None, :], mask=both, other=0.0).to(COMPUTE)
-        some_c = tl.load(c + token[:, None] * c_stride + place[None, :], mask=both, other=0.0).to(COMPUTE)
-        some_x = tl.load(x + token[:, None] * x_stride + feature[None, :], mask=of_x, other=0.0)
-        # Tokens behind the row's end decay nothing and add nothing. A step size is a decay that comes before its token.
-        total = tl.cumsum(tl.load(decay + token * heads, mask=is_token, other=0.0) * LOG2_E, 0)
-        last = tl.sum(tl.where(inside == CHUNK - 1, total, 0.0), 0)
-        source = total - tl.log2(tl.maximum(tl.load(time + token * heads, mask=is_token, other=0.0), TINY))
-        none = tl.zeros((CHUNK, VALUES), tl.float32)
-        mixed = _right_product(some_c, live, none, HELD_TERMS, COMPUTE, PRECISION) * tl.exp2(total)[:, None]
-        scores = tl.dot(some_c, tl.trans(some_b), input_precision=PRECISION)
-        scores *= tl.exp2(tl.where(is_seen, total[:, None] - source[None, :], float("-inf")))
-        scores += tl.where(inside[:, None] == inside[None, :], tl.load(skip + head), 0.0)
-        mixed = _left_product(scores, some_x.to(COMPUTE), mixed, TERMS, COMPUTE, PRECISION)
-        tl.store(out + token[:, None] * (heads * dim) + feature[None, :], mixed, mask=of_x)
-        left = some_x.to(tl.float32) * tl.exp2(last - source)[:, None]
-        live = _right_product(tl.trans(some_b), left, live * tl.exp2(last), TERMS, COMPUTE, PRECISION)
+    out += (begin * heads + head) * dim
+    chunk = (start // CHUNK + row + local * (piece // CHUNK)).to(tl.int64)
+    sums += (chunk * heads + head) * (3 * CHUNK)
+    pairs += (chunk * (heads // GROUP) + head // GROUP) * (CHUNK * CHUNK)
+    skipped = tl.load(skip + head)
     if local * piece + piece >= length:
+        live = _walk(
+            live, x, b, c, pairs, sums, out, skipped, count, feature, place, is_feature, is_place,
+            heads, dim, x_stride, b_stride, c_stride,
+            GROUP, CHUNK, WHOLE, TERMS, OUT_TERMS, COMPUTE, PRECISION, STAGES,
+        )  # fmt: skip
         # Asked again, or the addresses of the whole tile stay in registers all the way.
         feature += tl.load(query_starts + row) - start
-        inner = head * dim * size + feature[None, :] * size + place[:, None]
+        inner = head * dim * size + feature[:, None] * size + place[None, :]
         held = state + tl.load(slots + row) * state_stride + inner
-        tl.store(held, live.to(state.dtype.element_ty), mask=is_place[:, None] & (feature < dim)[None, :])
+        tl.store(held, live.to(state.dtype.element_ty), mask=(feature < dim)[:, None] & is_place[None, :])
+    else:
+        # The pass over pieces has worked out the state behind this one: here it's as good as outputs need.
+        _walk(
+            live, x, b, c, pairs, sums, out, skipped, count, feature, place, is_feature, is_place,
+            heads, dim, x_stride, b_stride, c_stride,
+            GROUP, CHUNK, WHOLE, OUT_TERMS, OUT_TERMS, COMPUTE, PRECISION, STAGES,
+        )  # fmt: skip
 
 
 # ---- single tokens ---------------------------------------------------------------------------
@@ -333,49 +457,55 @@ def _launch_prompts(
 ) -> None:  # fmt: skip
     """The context rows."""
     _, heads, dim = x.shape
-    size, num_rows = b.shape[2], step.num_context_rows
-    how = tiling(x, size)
-    padded = max(16, power_of_2(size))
+    groups, size, starts = b.shape[1], b.shape[2], step.context_starts
+    how, padded = tiling(x.dtype, size), max(16, power_of_2(size))
     values = max(16, min(how.max_tile // padded, 64, power_of_2(dim)))
-    tiles = -(-dim // values)
-    starts = step.context_starts
+    tiles, block = -(-dim // values), min(HEAD_BLOCK, power_of_2(heads))
     widest = max(x.stride(0), b.stride(0), c.stride(0), heads * dim)
     piece = piece_tokens(starts[-1], heads * tiles, chunk=how.chunk, widest=widest)
-    num_whole = starts[-1] // piece
-    rounds = (num_rows - 1).bit_length()
-    options = {
-        "GROUP": heads // b.shape[1], "STATE": padded, "VALUES": values, "CHUNK": how.chunk,
-        "TERMS": how.terms, "PRECISION": how.precision, "STAGES": how.stages, "num_warps": how.warps,
+    num_rows, num_whole = step.num_context_rows, starts[-1] // piece
+    num_chunks = starts[-1] // how.chunk + num_rows
+    common = {
+        "STATE": padded, "CHUNK": how.chunk, "PRECISION": how.precision, "num_warps": how.warps,
         # The interpreter can't multiply bfloat16.
         "COMPUTE": tl.bfloat16 if how.terms and x.is_cuda else tl.float32,
     }  # fmt: skip
-    cut = (num_rows, rounds, piece, heads)
+    pairs = torch.empty((num_chunks, groups, how.chunk, how.chunk), dtype=torch.float32, device=x.device)
+    sums = torch.empty((num_chunks, heads, 3, how.chunk), dtype=torch.float32, device=x.device)
+    grid(_chunk_kernel, groups + -(-heads // block), num_chunks)(
+        b, c, time, decay, step.query_starts, pairs, sums, num_rows, groups, heads, size,
+        b.stride(0), c.stride(0), BLOCK=block, **common,
+    )  # fmt: skip
+    cut = (num_rows, piece, heads)
+    common |= {"GROUP": heads // groups, "VALUES": values, "WHOLE": dim % values == 0 and size == padded}
+    common |= {"TERMS": how.terms, "STAGES": how.stages}
+    of_pieces, of_outputs = ({"maxnreg": most} for most in how.registers) if how.registers and x.is_cuda else ({}, {})
     work = skip  # nothing is read of it where each row is one piece
     if max(end - start for start, end in pairwise(starts)) > piece:
         # A row of several pieces takes up to twice as many places as it has whole ones.
         work = torch.empty((2 * num_whole, heads, dim, size), dtype=torch.float32, device=x.device)
         faded = torch.empty((2 * num_whole, heads), dtype=torch.float32, device=x.device)
-        registers = how.piece_registers if x.is_cuda else None
         grid(_piece_kernel, heads, num_whole, tiles)(
-            x, b, time, decay, step.query_starts, work, faded, *cut, dim, size, x.stride(0), b.stride(0),
-            **options, **({"maxnreg": registers} if registers else {}),
+            x, b, sums, step.query_starts, work, faded, *cut, dim, size, x.stride(0), b.stride(0),
+            **common, **of_pieces,
         )  # fmt: skip
         grid(_chain_kernel, -(-dim * size // CHAIN_BLOCK), heads, num_whole)(
             state, work, faded, step.slots, step.query_starts, *cut, dim * size, state.stride(0),
             BLOCK=CHAIN_BLOCK, num_warps=4,
         )  # fmt: skip
     grid(_scan_kernel, heads, num_whole + num_rows, tiles)(
-        x, b, c, time, decay, skip, state, out, step.slots, step.query_starts, work, *cut, dim, size,
-        x.stride(0), b.stride(0), c.stride(0), state.stride(0), HELD_TERMS=how.held_terms, **options,
+        x, b, c, pairs, sums, skip, state, out, step.slots, step.query_starts, work, *cut, dim, size,
+        x.stride(0), b.stride(0), c.stride(0), state.stride(0), OUT_TERMS=how.out_terms, **common, **of_outputs,
     )  # fmt: skip
 
 
 def piece_tokens(num_tokens: int, num_tiles: int, *, chunk: int, widest: int) -> int:
-    """Tokens of a piece: a power of two of chunks.
+    """Tokens of a piece, in whole chunks.
 
     Args:
         num_tiles: of states, that go their own ways.
         widest: the largest stride of a token; places within a piece are 32-bit numbers.
     """
-    most = min(num_tokens * num_tiles // MIN_PROGRAMS, MAX_PLACE // widest) // chunk
-    return chunk << max(most.bit_length() - 1, 0)
+    num_pieces = max(1, PROGRAMS // num_tiles)
+    wanted = -(-num_tokens // (num_pieces * chunk))
+    return chunk * max(1, min(wanted, MAX_PLACE // (widest * chunk)))
