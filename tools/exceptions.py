@@ -29,7 +29,11 @@ EXCEPTIONS = {
     ): "a Triton kernel: its arguments stand one a line, and registers can't be handed around",
     (
         "size-function",
-        "src/headrace/kernels/_triton_latent.py:_latent_write_kernel",
+        "src/headrace/kernels/_gluon_latent.py:_latent_rows_kernel",
+    ): "a Gluon kernel: its arguments stand one a line, and registers can't be handed around",
+    (
+        "size-function",
+        "src/headrace/kernels/_triton_latent_write.py:_latent_write_kernel",
     ): "a Triton kernel: its arguments stand one a line, and registers can't be handed around",
     (
         "size-function",

@@ -61,7 +61,8 @@ def made(spec: SparseSpec, device: str) -> tuple[SparseProjected, SparseCache, A
 @pytest.mark.parametrize(
     "index",
     [
-        BlockIndexSpec(INDEX_DIM, 3, 3, 1),
+        BlockIndexSpec(INDEX_DIM, 3, 4, 1, first=2),
+        pytest.param(BlockIndexSpec(INDEX_DIM, 3, 3, 1), marks=pytest.mark.slow),
         pytest.param(BlockIndexSpec(INDEX_DIM, 5, 2, 0), marks=pytest.mark.slow),
         pytest.param(BlockIndexSpec(INDEX_DIM, 16, 9, 2), marks=pytest.mark.slow),
     ],

@@ -17,7 +17,9 @@ from headrace.attention._layout import BlockLayout
 from headrace.attention._unfolding import CAPTURE_SAVES_US, Batch, divide, step_saves_us
 from headrace.attention.port import AttentionStep, CacheSpec
 from headrace.kernels._triton_index import launch_index_choice
-from headrace.kernels._triton_latent import LatentPlan, launch_latent, launch_latent_write, plan_latent
+from headrace.kernels._triton_latent import launch_latent, plan_latent
+from headrace.kernels._triton_latent_parts import LatentPlan
+from headrace.kernels._triton_latent_write import launch_latent_write
 from headrace.kernels._triton_unfolded import launch_gather, launch_unfolded, new_carry, tuned
 from headrace.kernels._unfolded_work import Work, works_of
 from headrace.kernels.quantise import PLAIN, Form, Quantised, quantise
