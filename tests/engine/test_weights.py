@@ -25,6 +25,7 @@ from headrace.layers.port import Act, Model
 from headrace.layers.weights import Part
 from headrace.quant.none import Dense
 from tests.kits.model import Row, Sequences, load_model, prompt, save_tiny
+from tests.kits.tiny import LARGE_EPS
 
 FILE = "model.safetensors"
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
@@ -269,7 +270,7 @@ def test_dummy_weights(folder: Path) -> None:
     table = model.embed(torch.arange(101))
     assert abs(float(table.std()) - DUMMY_STD) < 0.1 * DUMMY_STD and abs(float(table.mean())) < 0.1 * DUMMY_STD
     hidden = torch.randn(4, 32)
-    rms = hidden / (hidden.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    rms = hidden / (hidden.pow(2).mean(-1, keepdim=True) + LARGE_EPS).sqrt()
     torch.testing.assert_close(model.final(None, hidden).data, rms)
     torch.testing.assert_close(logits(dummy(folder)), logits(model))
 
@@ -302,7 +303,7 @@ def test_unknown_load_format(folder: Path) -> None:
 def test_dummy_norms_of_gemma_have_scale_one(tmp_path: Path) -> None:
     save_tiny(tmp_path, "gemma3_text")
     hidden = torch.randn(4, 32)
-    rms = hidden / (hidden.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    rms = hidden / (hidden.pow(2).mean(-1, keepdim=True) + LARGE_EPS).sqrt()
     torch.testing.assert_close(dummy(tmp_path).final(None, hidden).data, rms)
 
 

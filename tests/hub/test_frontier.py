@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from headrace.hub.config_only import find_config
-from headrace.hub.outlines import find_outline, outline_names
+from headrace.hub.errors import ModelError
+from headrace.hub.outlines import find_outline, near_outline, outline_names
 from headrace.hub.rank_share import CacheTypes, Ranks, rank_groups, weight_bytes
 from headrace.hub.read_shape import read_shape
 from headrace.hub.shape import ModelShape
 
 GLM_5, QWEN_3_8, QWEN_3_5 = (find_config(name) for name in ("glm-5.3", "qwen3.8-2.4t-a95b", "qwen3.5-397b-a17b"))
 MINIMAX_M3, KIMI_K3, GPT_OSS = (find_config(name) for name in ("minimax-m3", "kimi-k3", "gpt-oss-120b"))
+LLAMA_70B = find_config("llama-3.1-70b")
 BF16 = CacheTypes("bfloat16", "bfloat16", "bfloat16")
 
 
@@ -37,8 +39,9 @@ def active(shape: ModelShape, experts: int, chosen: int) -> float:
         (MINIMAX_M3, 427e9, 26e9),
         (KIMI_K3, 2.78e12, 104e9),
         (GPT_OSS, 117e9, None),  # 5.1B without the embedding
+        (LLAMA_70B, 70.6e9, None),
     ],
-    ids=["GLM-5.3", "Qwen3.8-2.4T-A95B", "Qwen3.5-397B-A17B", "MiniMax-M3", "Kimi-K3", "gpt-oss-120b"],
+    ids=["GLM-5.3", "Qwen3.8-2.4T-A95B", "Qwen3.5-397B-A17B", "MiniMax-M3", "Kimi-K3", "gpt-oss-120b", "Llama 3.1 70B"],
 )
 def test_totals(config: dict[str, Any], total: float, used: float | None) -> None:
     shape = read_shape(config)
@@ -91,6 +94,8 @@ def test_bytes_of_a_token() -> None:
     states, heads = groups(QWEN_3_8)
     assert (len(states.layers), len(heads.layers)) == (69, 23)
     assert heads.bytes_per_token == 23 * 2 * 4 * 256 * 2
+    (heads,) = groups(LLAMA_70B)
+    assert heads.bytes_per_token == 327_680
 
 
 @pytest.mark.parametrize("name", outline_names())
@@ -104,3 +109,13 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kimi-k3").mkdir()
     assert find_outline("kimi-k3") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("qwen3.8", "qwen3.8-2.4t-a95b"), ("kimi_k3", "kimi-k3"), ("GLM-5", "glm-5.3"), ("llama-3.1", "llama-3.1-70b")],
+)
+def test_a_name_that_is_almost_one(name: str, meant: str) -> None:
+    with pytest.raises(ModelError, match=f"no model '{name}': did you mean '{meant}'"):
+        find_config(name)
+    assert near_outline("my-model") is near_outline("") is None

@@ -10,8 +10,9 @@ import torch
 from headrace.hub.architectures import DEFAULTS
 from headrace.hub.errors import ModelError
 from headrace.hub.keys import Keys
+from headrace.hub.kinds import layer_kinds
 from headrace.hub.mixers import Traits
-from headrace.hub.read_shape import TRAITS, layer_kinds, mlp_width, read_shape
+from headrace.hub.read_shape import TRAITS, mlp_width, read_shape
 from headrace.hub.shape import AttentionShape, LatentShape, RecurrentShape
 from tests.kits.causal import register
 
@@ -252,10 +253,17 @@ def test_an_unknown_type_is_read_by_its_keys() -> None:
         ({"hidden_size": "64"}, "hidden_size must be a whole number of at least 1, not '64'"),
         ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, not 0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
-        ({"layer_types": "full"}, "must be a list of words"),
+        ({"model_type": "qwen3", "layer_types": "full"}, "must be a list of words"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
         ({"quantization_config": {"quant_method": "x"}}, "the method 'x' is not known here"),
         ({"quantization_config": [1]}, "quantization_config must be an object"),
+        *(
+            (
+                {"rope_scaling": {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 10}},
+                "factor",
+            )
+            for factor in (float("nan"), float("inf"), 1e30)
+        ),
     ],
 )
 def test_bad_configs_name_the_key(changes: dict[str, Any], message: str) -> None:

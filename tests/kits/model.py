@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.attention.port import AttentionBackend
@@ -35,6 +36,7 @@ from tests.kits.tiny import VOCAB_SIZE, tiny_model
 from tests.kits.tiny import WINDOW as WINDOW
 
 TOLERANCE = 1e-4
+FILE = "model.safetensors"
 OLDER: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "mamba2": {"n_groups": 1},
@@ -97,6 +99,26 @@ def save_tiny(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -
     return oracle
 
 
+def wrap_tiny(
+    folder: Path, wrapper: str, *, prefix: str = "model.language_model.", head_prefix: str = "", beside: str = ""
+) -> None:
+    """Turn a text checkpoint into what multimodal ones look like.
+
+    Args:
+        prefix, head_prefix: of the names of the language model and of its head.
+        beside: a part that is not the language model.
+    """
+    text = json.loads((folder / "config.json").read_text())
+    config = {"model_type": wrapper, "text_config": text, "vision_config": {"hidden_size": 8}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {
+        (head_prefix + name if name.startswith("lm_head") else prefix + name.removeprefix("model.")): value
+        for name, value in load_file(folder / FILE).items()
+    }
+    extra = {f"{beside}.layers.0.weight": torch.zeros(2, 2)} if beside else {}
+    save_file({**tensors, **extra}, folder / FILE)
+
+
 def oracle_with(folder: Path, **changes: Any) -> Any:
     """transformers' model of a checkpoint under another config."""
     import transformers
@@ -104,6 +126,7 @@ def oracle_with(folder: Path, **changes: Any) -> Any:
     stated = json.loads((folder / "config.json").read_text())["model_type"]
     known = transformers.CONFIG_MAPPING[tiny_model(stated).oracle or stated]
     config = known.from_pretrained(folder, **changes)
+    config.model_type = known.model_type  # by which transformers goes when it reads a checkpoint's names
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=config, attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -261,12 +284,15 @@ def check_branches(case: Case, branches: Mapping[str, Any]) -> None:
     """The longest prompt reaches what each of these keys is about: with another value transformers differs."""
     ids = prompt(max(edge_lengths(case)))
     expected = case.logits(ids)
-    for key, value in branches.items():
+
+    def difference(**changes: Any) -> float:
         with torch.inference_mode():
-            other = oracle_with(case.source.path, **{key: value})(torch.tensor([ids]), use_cache=False).logits[0]
-        assert float((other - expected).abs().max()) > 100 * TOLERANCE, (
-            f"{key} makes no difference to {len(ids)} tokens"
-        )
+            other = oracle_with(case.source.path, **changes)(torch.tensor([ids]), use_cache=False).logits[0]
+        return float((other - expected).abs().max())
+
+    assert not branches or difference() < TOLERANCE, "the checkpoint is read as another model than it was written from"
+    for key, value in branches.items():
+        assert difference(**{key: value}) > 100 * TOLERANCE, f"{key} makes no difference to {len(ids)} tokens"
 
 
 def check_all(case: Case) -> None:

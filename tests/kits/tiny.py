@@ -13,6 +13,8 @@ from tests.kits.tiny_mamba import MAMBA_ROWS
 WINDOW = 8
 VOCAB_SIZE = 101
 FULL, SLIDING = "full_attention", "sliding_attention"
+LARGE_EPS = 0.001
+"""Of norms: one that takes another than the config's shows in the logits."""
 
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -23,6 +25,10 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 128,
+    "rms_norm_eps": LARGE_EPS,
+    "layer_norm_eps": LARGE_EPS,
+    "layer_norm_epsilon": LARGE_EPS,
+    "norm_eps": LARGE_EPS,
     "sliding_window": WINDOW,
     "use_sliding_window": True,
     "layer_types": [SLIDING, FULL, SLIDING],
@@ -358,6 +364,13 @@ ROWS: dict[str, TinyModel] = {
     ),
 }
 """By model type, or a name for another form of one; a type that isn't here has TINY alone."""
+
+WRAPPERS = {
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "glm5_next": "glm5_next_text", "llama4": "llama4_text",
+    "minimax_m3_vl": "minimax_m3_vl_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
+"""Model types of multimodal models, which transformers has no causal class for -> the row of their language model."""
 
 
 def tiny_model(model_type: str) -> TinyModel:

@@ -86,3 +86,53 @@ def test_windows_in_qwens_form(config: HfConfig) -> None:
         None,
         None,
     ]
+
+
+def test_numbers_have_bounds() -> None:
+    config = HfConfig({"n_routed_experts": 10**9, "head_dim": 10**6, "index_topk": 10**9, "vocab_size": 10**5,
+                       "rms_norm_eps": -1e-6, "scale": 10**400, "hidden_size": 10**9, "num_attention_heads": 4,
+                       "bound": 1.0})  # fmt: skip
+    assert config.integer("vocab_size") == 10**5
+    for key, most in (("n_routed_experts", 10_000), ("head_dim", 65_536), ("index_topk", 65_536)):
+        with pytest.raises(ValueError, match=f"{key} must be at most {most}, not"):
+            config.integer(key)
+    with pytest.raises(ValueError, match="rms_norm_eps must be from 0 to 1, not -1e-06"):
+        config.number("rms_norm_eps")
+    with pytest.raises(ValueError, match="scale must be a number"):
+        config.number("scale")
+    with pytest.raises(ValueError, match="hidden_size 1000000000 by num_attention_heads 4 makes no head_dim"):
+        HfConfig({**config, "head_dim": None}).head_dim()
+    with pytest.raises(ValueError, match="bound must be less than 0, not 1.0"):
+        config.optional_negative("bound")
+    assert config.optional_negative("other") is None
+
+
+def test_lists() -> None:
+    config = HfConfig({"factors": [1, 2.5], "kinds": ["a"], "mixed": ["a", 1], "turned": [0, True]})
+    assert config.numbers("factors", 2) == (1.0, 2.5) and config.words("kinds") == ["a"]
+    assert config.numbers("none", 2) is config.words("none") is config.marks("none") is None
+    assert config.marks("turned") == [False, True]
+    for key in ("mixed", "factors", "kinds"):
+        with pytest.raises(ValueError, match=f"{key} must be a list of zeros and ones"):
+            config.marks(key)
+    with pytest.raises(ValueError, match="factors must be a list of 3 numbers"):
+        config.numbers("factors", 3)
+    for key in ("mixed", "factors"):
+        with pytest.raises(ValueError, match=f"{key} must be a list of strings"):
+            config.words(key)
+
+
+def test_a_null_is_no_yes() -> None:
+    config = HfConfig({"scaled": None, "tie_word_embeddings": None})
+    assert config.flag("tie_word_embeddings", True), "the tensors tell"
+    assert config.flag("scaled", False) is False and config.flag("other", True) is True
+    with pytest.raises(ValueError, match="scaled must be true or false, not null"):
+        config.flag("scaled", True)
+
+
+def test_messages_say_what_the_file_says() -> None:
+    config = HfConfig({"num_experts": -1, "left": None}).renamed({"num_experts": "experts", "left": "right"})
+    for each in (config, config.with_defaults({"x": 1}), config.with_values({"x": 1})):
+        with pytest.raises(ValueError, match=r"config\.json: num_experts must be at least 1"):
+            each.integer("experts")
+    assert "right" not in config

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.kernels.rope import apply_rope_twin
 from headrace.layers.factory import LayerFactory
+from headrace.layers.heads import Sinks
 from headrace.layers.mlp import activation
 from headrace.layers.parallel import ParallelContext
 from headrace.layers.port import Act, ForwardStep, Rope
@@ -217,7 +218,7 @@ def test_recipes_are_chosen_by_module_name() -> None:
 
 
 def test_unknown_activation() -> None:
-    with pytest.raises(ValueError, match="unknown activation 'quick_gelu': known are silu"):
+    with pytest.raises(ValueError, match="unknown activation 'quick_gelu' .*: known are silu"):
         activation("quick_gelu")
 
 
@@ -225,3 +226,18 @@ def test_use_before_loading_is_caught() -> None:
     (factory,) = factories(1)
     with pytest.raises(AssertionError, match="router is not loaded"):
         factory.linear("router", 6, 3)(Act(torch.randn(2, 6)))
+
+
+def test_a_spec_that_was_read_early_has_what_is_loaded_later() -> None:
+    (factory,) = factories(1)
+    heads = {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+    attention = factory.attention("attention", **heads, rope=None, has_sinks=True)
+    assert attention.spec.sinks is None and attention.spec.k_scale == 1.0
+    for _ in range(2):  # weights may be loaded again
+        fill(factory.modules, Values())
+        sinks = next(module for module in factory.modules if isinstance(module, Sinks))
+        assert attention.spec.sinks is sinks.logits is not None
+    attention.kv_scales.values = (0.5, 0.25)
+    assert (attention.spec.k_scale, attention.spec.v_scale) == (0.5, 0.25)
+    attention.kv_scales.values = (1.0, 1.0)
+    assert attention.spec.k_scale == 1.0

@@ -132,6 +132,14 @@ def test_on_load_the_first_and_the_last_layer_stay_plain() -> None:
     [
         (quantised(quant_method="awq"), "quant_method 'awq' is not served"),
         (quantised(quant_method="modelopt", quant_algo="NVFP4"), "quant_algo 'NVFP4' is not served"),
+        (
+            quantised(quant_method="compressed-tensors", config_groups={"a": 3}),
+            "config_groups must hold objects, not 3",
+        ),
+        (
+            quantised(quant_method="compressed-tensors", config_groups={"a": {"weights": "x"}}),
+            "weights and input_activations must be objects",
+        ),
         (quantised(quant_method="fp8", activation_scheme="odd"), "activation_scheme 'odd' is not known"),
         (quantised(quant_method="fp8", weight_block_size=[64, 128]), r"weight_block_size \[64, 128\]"),
         (compressed({"num_bits": 4, "strategy": "group"}, {}), "float4 by group"),

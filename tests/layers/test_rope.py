@@ -43,6 +43,8 @@ TYPES: list[tuple[str, dict[str, Any], int]] = [
     ("longrope", {**LONGROPE, "attention_factor": 1.1}, 4 * ORIGINAL),
     ("proportional", {"partial_rotary_factor": 0.5}, ORIGINAL),
     ("proportional", {"partial_rotary_factor": 0.25, "factor": 8.0}, ORIGINAL),
+    ("proportional", {"partial_rotary_factor": 0.2}, ORIGINAL),  # an odd share of the features: 3 of 16
+    ("proportional", {"partial_rotary_factor": 0.1}, ORIGINAL),  # none
     ("linear", {"factor": 4.0, "partial_rotary_factor": 0.5}, ORIGINAL),
     ("llama3", {**LLAMA3, "partial_rotary_factor": 0.5}, 8 * ORIGINAL),
 ]
@@ -198,3 +200,10 @@ def test_longrope_with_a_wrong_number_of_factors() -> None:
 )
 def test_max_position(kind: str, keys: dict[str, Any], max_positions: int, expected_max: int) -> None:
     assert max_position(config_dict(kind, keys, max_positions, form="new")) == expected_max
+
+
+@pytest.mark.parametrize(("kind", "share"), [("default", 0.2), ("default", 1.5), ("proportional", 1.5)])
+def test_shares_that_are_no_pairs_of_a_head(kind: str, share: float) -> None:
+    settings = rope_settings(config_dict(kind, {"partial_rotary_factor": share}, ORIGINAL, form="rope_parameters"))
+    with pytest.raises(ValueError, match="partial_rotary_factor of at most 1"):
+        Rotary(settings, HEAD_DIM, device=torch.device("cpu"))

@@ -168,6 +168,44 @@ def test_quantisations_that_a_layer_does_not_take(folder: Path, tmp_path: Path) 
         assert "\n" not in str(raised.value)
 
 
+UNKNOWN = [
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "'softmax'"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "'sigmoid'"),
+    ("deepseek_v32", {"topk_method": "greedy"}, "'noaux_tc'"),
+    ("deepseek_v4", {"hidden_act": "gelu"}, "'silu'"),
+    ("glm5_next_text", {"hidden_act": "relu"}, "'silu'"),
+    ("glm5_next_text", {"mla_use_nope": False}, "True"),
+    ("glm5_next_text", {"index_kpool_compress": False}, "True"),
+    ("glm4_moe", {"scoring_func": "softmax"}, "'sigmoid'"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "'sigmoid'"),
+    ("minimax_m3_vl_text", {"use_gemma_norm": False}, "True"),
+    ("minimax_m3_vl_text", {"attention_output_gate": True}, "False"),
+    ("kimi_linear", {"hidden_act": "gelu"}, "'silu'"),
+    ("kimi_linear", {"mla_use_nope": False}, "True"),
+    ("kimi_linear", {"moe_router_activation_func": "softmax"}, "'sigmoid'"),
+    ("qwen3_next", {"hidden_act": "gelu"}, "'silu'"),
+    ("qwen3_5_text", {"hidden_act": "gelu"}, "'silu'"),
+    ("falcon_h1", {"hidden_act": "gelu"}, "'silu'"),
+    ("granitemoehybrid", {"hidden_act": "gelu"}, "'silu'"),
+    ("mamba2", {"hidden_act": "gelu"}, "'silu'"),
+    ("nemotron_h", {"mamba_hidden_act": "gelu"}, "'silu'"),
+    ("gemma2", {"use_bidirectional_attention": True}, "False"),
+]
+"""A key that says what is computed, a value that nothing here computes, and the one that is."""
+
+
+@pytest.mark.parametrize(("model_type", "changes", "known"), UNKNOWN, ids=lambda part: str(part))
+def test_what_is_not_computed_is_refused(model_type: str, changes: dict[str, Any], known: str) -> None:
+    ((key, value),) = changes.items()
+    config = {"model_type": model_type, "num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 8,
+              "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 8, "first_k_dense_replace": 0,
+              "layers_block_type": ["mamba"]}  # fmt: skip
+    factory = LayerFactory(dtype=torch.bfloat16, recipe=lambda _: Dense(), device="meta")
+    with pytest.raises(ValueError) as raised:
+        build_model({**config, **changes}, factory)
+    assert str(raised.value) == f"config.json: {key} {value!r} is not served: only {known} is"
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
     return build_model(config, plain_factory()).has_experts and any(config.get(key) for key in EXPERT_KEYS)
 

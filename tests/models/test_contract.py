@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from headrace.attention.torch import TorchAttention
 from headrace.engine.build import build_model
 from headrace.engine.weights import load_weights
 from headrace.hub.config import read_config
+from headrace.hub.source import resolve_model
 from headrace.layers.experts import ExpertsSetup, RoutedExperts
 from headrace.layers.factory import LayerFactory
 from headrace.layers.port import Model, RecurrentLayer
@@ -37,13 +39,16 @@ from tests.kits.model import (
     check_snapshots,
     edge_lengths,
     is_older,
+    load_case,
     load_model,
     make_case,
     prompt,
+    save_tiny,
     tiny_config,
+    wrap_tiny,
 )
 from tests.kits.plain_linears import check_plain_linears
-from tests.kits.tiny import ROWS, tiny_model
+from tests.kits.tiny import ROWS, WRAPPERS, tiny_model
 
 
 def layer_kinds(model: Model) -> set[str]:
@@ -60,14 +65,11 @@ def layer_kinds(model: Model) -> set[str]:
     return found
 
 
-NOT_CAUSAL = {"glm5_next", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "minimax_m3_vl", "mistral3"}
-"""Multimodal wrappers, which transformers has no causal class for; their files test them."""
-
 MODEL_TYPES = [
     (name, model_type)
     for name in plugins.names("models")
     for model_type in plugins.load("models", name).model_types
-    if model_type not in NOT_CAUSAL
+    if model_type not in WRAPPERS
 ]
 
 
@@ -200,6 +202,15 @@ def test_linears_that_lists_leave_plain(case: Case) -> None:
 
 ROUGH = {"gemma4_text small": 0.4, "gemma4_text experts": 0.2}
 """Their layers' inputs are normed to larger scores (the scale is 1), which spreads what is rounded."""
+
+
+@pytest.mark.parametrize("wrapper", sorted(WRAPPERS))
+def test_text_of_a_multimodal_checkpoint(wrapper: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    skip_unless_known(WRAPPERS[wrapper])
+    oracle = save_tiny(tmp_path, WRAPPERS[wrapper])
+    wrap_tiny(tmp_path, wrapper)
+    check_prefill(load_case(resolve_model(str(tmp_path)), oracle))
 
 
 def test_every_row_has_a_file() -> None:

@@ -19,7 +19,18 @@ from headrace.layers.experts import ExpertsSetup
 from headrace.layers.factory import LayerFactory
 from headrace.layers.recipes import read_recipes
 from headrace.quant._fp8 import Fp8Weight
-from tests.kits.model import Case, Row, Sequences, check_decode, check_prefill, load_model, make_case, prompt, save_tiny
+from tests.kits.model import (
+    Case,
+    Row,
+    Sequences,
+    check_decode,
+    check_prefill,
+    load_case,
+    load_model,
+    make_case,
+    prompt,
+    save_tiny,
+)
 from tests.kits.tiny import YARN
 
 FILE = "model.safetensors"
@@ -124,3 +135,16 @@ def test_published_keys(tmp_path: Path) -> None:
     again = Case(case.oracle, source, model, report)
     check_prefill(again)
     check_decode(again, num_tokens=6)
+
+
+def test_the_indexers_rope_is_as_stated(tmp_path: Path) -> None:
+    """`indexer_rope_interleave`, which transformers doesn't read: with it off GLM-5's indexer is DeepSeek-V3.2's."""
+    torch.set_num_threads(1)
+    oracle = save_tiny(tmp_path, "deepseek_v32")
+    config = json.loads((tmp_path / "config.json").read_text())
+    stated = {**config, "model_type": "glm_moe_dsa", "indexer_rope_interleave": False}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    check_prefill(load_case(resolve_model(str(tmp_path)), oracle))
+    (tmp_path / "config.json").write_text(json.dumps({**stated, "indexer_rope_interleave": True}))
+    with pytest.raises(AssertionError, match="logits differ"):
+        check_prefill(load_case(resolve_model(str(tmp_path)), oracle))

@@ -14,7 +14,17 @@ from headrace.attention.torch import TorchAttention
 from headrace.attention.triton import TritonAttention
 from headrace.engine.groups import group_layers
 from headrace.hub.source import resolve_model
-from tests.kits.model import Row, Sequences, assert_close, check_prefill, load_case, load_model, make_case, prompt
+from tests.kits.model import (
+    Row,
+    Sequences,
+    assert_close,
+    check_prefill,
+    load_case,
+    load_model,
+    make_case,
+    prompt,
+    wrap_tiny,
+)
 from tests.kits.model import save_tiny as save
 from tests.kits.tiny import FULL, SLIDING, WINDOW
 
@@ -101,6 +111,19 @@ def test_a_missing_fused_tensor_has_the_name_of_the_file(folders: dict[str, Path
 def test_gemma4_layers_that_share_need_one_that_keeps(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_kv_shared_layers 2 of 3 layers leaves no full_attention"):
         load_model(resolve_model(str(changed(folders["gemma4_text"], tmp_path, num_kv_shared_layers=2))))
+
+
+def test_ministral3_takes_its_temperature_from_where_its_rope_is(folders: dict[str, Path], tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    path = changed(folders["ministral3"], tmp_path, rope_scaling=rope)
+    with pytest.raises(ValueError, match="rope_scaling lacks the key 'llama_4_scaling_beta'"):
+        load_model(resolve_model(str(path)))
+
+
+def test_smollm3_slides_where_its_layers_are_listed_so(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As transformers masks them, whatever `use_sliding_window` says."""
+    path = changed(folders["smollm3"], tmp_path, use_sliding_window=False)
+    assert windows(path) == [WINDOW, None, WINDOW]
 
 
 def test_lists_of_another_length(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -209,18 +232,6 @@ def test_gemma4_factor_and_older_sizes(tmp_path: Path) -> None:
     check_prefill(load_case(resolve_model(str(tmp_path)), oracle))
 
 
-def wrapped(folder: Path, model_type: str, *, prefix: str, head_prefix: str, beside: str) -> None:
-    """Turn a text checkpoint into what multimodal ones look like."""
-    text = json.loads((folder / "config.json").read_text())
-    config = {"model_type": model_type, "text_config": text, "vision_config": {"hidden_size": 8}}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {
-        (head_prefix + name if name.startswith("lm_head") else prefix + name.removeprefix("model.")): value
-        for name, value in load_file(folder / FILE).items()
-    }
-    save_file({**tensors, f"{beside}.layers.0.weight": torch.zeros(2, 2)}, folder / FILE)
-
-
 @pytest.mark.parametrize("text", ["mistral", "ministral3"])
 @pytest.mark.parametrize(
     ("prefix", "head_prefix", "beside"),
@@ -228,20 +239,20 @@ def wrapped(folder: Path, model_type: str, *, prefix: str, head_prefix: str, bes
 )
 def test_text_of_mistral3(tmp_path: Path, text: str, prefix: str, head_prefix: str, beside: str) -> None:
     oracle = save(tmp_path, text)
-    wrapped(tmp_path, "mistral3", prefix=prefix, head_prefix=head_prefix, beside=beside)
+    wrap_tiny(tmp_path, "mistral3", prefix=prefix, head_prefix=head_prefix, beside=beside)
     check_prefill(load_case(resolve_model(str(tmp_path)), oracle))
 
 
 def test_mistral3_of_an_unknown_language_model(tmp_path: Path) -> None:
     save(tmp_path, "llama")
-    wrapped(tmp_path, "mistral3", prefix="model.language_model.", head_prefix="", beside="vision_tower")
+    wrap_tiny(tmp_path, "mistral3", prefix="model.language_model.", head_prefix="", beside="vision_tower")
     with pytest.raises(ValueError, match="the language model 'llama' is not served"):
         load_model(resolve_model(str(tmp_path)))
 
 
 def test_text_of_gemma4(tmp_path: Path) -> None:
     oracle = save(tmp_path, "gemma4_text")
-    wrapped(tmp_path, "gemma4", prefix="model.language_model.", head_prefix="", beside="model.audio_tower")
+    wrap_tiny(tmp_path, "gemma4", prefix="model.language_model.", head_prefix="", beside="model.audio_tower")
     check_prefill(load_case(resolve_model(str(tmp_path)), oracle))
 
 

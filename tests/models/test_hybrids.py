@@ -179,8 +179,8 @@ def build(model_type: str, *, size: int = 1, **changes: Any) -> Any:
         ),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax'"),
         ("kimi_linear", {"mamba_ssm_cache_dtype": "int8"}, "mamba_ssm_cache_dtype 'int8' is not float32"),
-        ("mamba2", {"n_groups": 3}, "3 groups do not divide 8 Mamba heads"),
-        ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu' of Mamba layers"),
+        ("mamba2", {"n_groups": 3}, "3 groups.* do not divide 8 Mamba heads"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not served: only 'silu' is"),
         ("mamba2", {"time_step_limit": [0.5]}, "time_step_limit must be two numbers"),
         ("mamba2", {"time_step_limit": [0.5, 0.1]}, "time_step_limit must be from 0 on and ascending"),
         (

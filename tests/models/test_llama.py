@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from headrace.hub.source import resolve_model
 from tests.kits.model import (
@@ -121,6 +122,20 @@ def test_mistral_windows(tmp_path: Path) -> None:
     case = make_case(tmp_path / "none", "mistral", sliding_window=None)
     assert [layer.spec.window for layer in case.model.layers] == [None, None, None]
     check_prefill(case)
+    # transformers takes one that lists its layers for a Ministral, whose windows are those.
+    case = make_case(tmp_path / "listed", "mistral")
+    config = json.loads((tmp_path / "listed" / "config.json").read_text())
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    (tmp_path / "listed" / "config.json").write_text(json.dumps({**config, "layer_types": kinds}))
+    oracle = transformers.CONFIG_MAPPING["ministral"].from_pretrained(case.source.path)
+    listed = load_case(
+        case.source,
+        transformers.AutoModelForCausalLM.from_pretrained(
+            case.source.path, config=oracle, attn_implementation="eager", dtype=torch.float32
+        ),
+    )
+    assert [layer.spec.window for layer in listed.model.layers] == [None, 8, None]
+    check_prefill(listed)
     # A config that does not say has the window of the first Mistral; only a stated null has none.
     config = json.loads((tmp_path / "config.json").read_text())
     del config["sliding_window"]
@@ -136,7 +151,7 @@ def test_llama_has_no_window_whatever_its_config_says(tmp_path: Path) -> None:
 
 def test_sparse_config(tmp_path: Path) -> None:
     """Old configs leave out what they think is the default."""
-    case = make_case(tmp_path, "llama", num_key_value_heads=4)
+    case = make_case(tmp_path, "llama", num_key_value_heads=4, rms_norm_eps=1e-6)
     config = json.loads((tmp_path / "config.json").read_text())
     kept = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in kept}))

@@ -203,6 +203,7 @@ def test_llama4_reads_the_text_of_a_multimodal_checkpoint(tmp_path: Path) -> Non
     tensors = {f"language_model.{name}": value for name, value in load_file(tmp_path / FILE).items()}
     save_file({**tensors, "vision_model.class_embedding": torch.zeros(2)}, tmp_path / FILE)
     text = json.loads((tmp_path / "config.json").read_text())
+    text["attn_temperature_tuning"] = 4  # so in released configs
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
     source = resolve_model(str(tmp_path))
     dense = Dense()
@@ -220,6 +221,11 @@ def test_llama4_reads_the_text_of_a_multimodal_checkpoint(tmp_path: Path) -> Non
         ("glm4_moe", {"n_group": 3, "n_routed_experts": 8}, "8 experts can't be chosen from 1 of 3 equal groups"),
         ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers must list all 2 layers"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 2}, "layer_types has the unknown 'sliding_attention'"),
+        (
+            "qwen2_moe",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "use_sliding_window is not set: set it",
+        ),
         ("gpt_oss", {"num_local_experts": 0}, "num_local_experts must be at least 1"),
         ("gpt_oss", {"num_experts_per_tok": "4"}, "num_experts_per_tok must be an integer"),
     ],

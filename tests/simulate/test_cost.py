@@ -120,7 +120,7 @@ def test_prompts_attend_over_unfolded_latents_and_decode_over_latents() -> None:
     sparse = ("index_topk", "index_head_dim", "index_n_heads")
     dense = {key: value for key, value in SPARSE.items() if key not in sparse} | {"model_type": "deepseek_v3"}
     dense["kv_lora_rank"] = 64
-    groups, (part,) = parts_of(dense)
+    _, (part,) = parts_of(dense)
     layers, heads = 3, 4
     absorbed, unfolded, unfolding = 2 * 64 + 8, 8 + 8 + 8, (8 + 8) * 64
 

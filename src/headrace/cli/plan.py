@@ -74,9 +74,9 @@ def plan(ctx: click.Context, model: str | None, gpu: str, gpus: int | None, isl:
     """Tell what MODEL takes and how much fits, without loading it.
 
     MODEL is a short name, a folder (its config.json is enough), a config.json, a .gguf file, a hub id, or one of
-    glm-5.3, gpt-oss-120b, kimi-k3, minimax-m3, qwen3.5-397b-a17b and qwen3.8-2.4t-a95b, whose sizes are here as far as
-    they are published. All settings of the engine count; features that are not there yet can be planned with. Exit code
-    1 if it does not fit.
+    glm-5.3, gpt-oss-120b, kimi-k3, llama-3.1-70b, minimax-m3, qwen3.5-397b-a17b and qwen3.8-2.4t-a95b, whose sizes are
+    here as far as they are published. All settings of the engine count; features that are not there yet can be planned
+    with. Exit code 1 if it does not fit.
     """
     from headrace.hub.config_only import find_config
     from headrace.hub.outlines import find_outline

@@ -89,6 +89,7 @@ class _Faults:
 
 
 def _listed(names: Sequence[str]) -> str:
+    names = list(dict.fromkeys(names))  # one for several slots is named once
     more = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 

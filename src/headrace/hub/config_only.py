@@ -10,7 +10,7 @@ from typing import Any, cast
 from headrace.hub.aliases import ALIASES
 from headrace.hub.config import merge_config, read_config, read_json, read_quant_config
 from headrace.hub.errors import ModelError
-from headrace.hub.outlines import find_outline
+from headrace.hub.outlines import find_outline, near_outline
 from headrace.hub.source import is_hub_id, resolve_model
 
 
@@ -34,6 +34,9 @@ def find_config(
         return _from_file(path, model_kwargs)
     if name not in ALIASES and is_hub_id(name):
         return _from_file(_hub_file(name, revision), model_kwargs)
+    near = None if name in ALIASES or path.exists() else near_outline(name)
+    if near is not None:
+        raise ModelError(f"no model {name!r}: did you mean {near!r}?")
     source = resolve_model(name, revision=revision)
     if source.kind == "gguf":
         return read_config(source, model_kwargs=model_kwargs)

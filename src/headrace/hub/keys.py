@@ -22,7 +22,10 @@ class Keys:
 
     def find(self, *names: str) -> Any:
         """The value of the first of these names that is there, else None."""
-        return next((self.values[name] for name in names if name in self), None)
+        return self.values.get(self._stated(names))
+
+    def _stated(self, names: tuple[str, ...]) -> str:
+        return next((name for name in names if name in self), names[0])
 
     def number(self, *names: str, default: int | None = None, least: int = 0) -> int:
         """A whole number.
@@ -36,7 +39,9 @@ class Keys:
                 raise ModelError(f"{self.place} lacks {' or '.join(names)}: is it the config of a language model?")
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_NUMBER:
-            raise ModelError(f"{self.place}: {names[0]} must be a whole number of at least {least}, not {value!r}")
+            raise ModelError(
+                f"{self.place}: {self._stated(names)} must be a whole number of at least {least}, not {value!r}"
+            )
         return value
 
     def size(self, *names: str, default: int | None = None) -> int:
@@ -57,7 +62,7 @@ class Keys:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(item, str) for item in cast("list[Any]", value)):
-            raise ModelError(f"{self.place}: {names[0]} must be a list of words, not {value!r}")
+            raise ModelError(f"{self.place}: {self._stated(names)} must be a list of words, not {value!r}")
         return cast("list[str]", value)
 
     def section(self, name: str) -> Keys:

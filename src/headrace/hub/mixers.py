@@ -18,11 +18,27 @@ WIDE_PARTS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """Which layers a stated `sliding_window` holds for. The first three: where the config lists no kinds."""
+
+    full_every: int = 0
+    """For all but every so many-th layer."""
+    everywhere: bool = False
+    early: bool = False
+    """For every other one of the first `max_window_layers`, once `use_sliding_window` is set."""
+    by_flag: bool = False
+    """For none without `use_sliding_window`, whatever the config lists."""
+    ends_full: bool = False
+    """Not for the last layer, whatever the config lists."""
+
+
+@dataclass(frozen=True, slots=True)
 class Traits:
     """What a model type does that its config doesn't say."""
 
+    bias_key: str = "attention_bias"
     qkv_bias: bool | None = None
-    """None: as `attention_bias` says."""
+    """None: as `bias_key` says."""
     out_bias: bool | None = None
     qk_norm: Literal["", "head", "all"] = ""
     """A norm over each head's features, or over those of all heads."""
@@ -34,7 +50,7 @@ class Traits:
     norm_bias: bool = False
     """Norms have one, the last too."""
     is_recurrent: bool = False
-    """Every layer keeps a state, though the config lists no kinds."""
+    """Every layer keeps a state where the config lists no kinds."""
     parts: Literal["mixer, MLP", "mixer | MLP", "state + heads, MLP"] = "mixer, MLP"
     """Of a layer: a mixer and an MLP, one of the two, or a state and attention side by side on one norm and an MLP,
     which is two layers here."""
@@ -45,10 +61,7 @@ class Traits:
     """With a correction of each expert's score (as those with groups have anyway); `wide` ones are in float32 as well,
     whatever the model is in, as are those beside latent attention. `float32` is that without a correction."""
     is_tied: bool = False
-    full_every: int = 0
-    """Every so many layers one attends to everything, where the config lists no kinds."""
-    slides: bool = False
-    """A stated `sliding_window` holds for all layers."""
+    windows: Windows = Windows()
 
 
 def whole(count: int) -> Weight:
@@ -76,7 +89,7 @@ def attention_layer(
     if heads % kv_heads:
         raise ModelError(f"{keys.place}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
     kv_parts = 0 if is_shared else 2 if has_values else 1
-    said = keys.flag("attention_bias")
+    said = keys.flag(traits.bias_key)
     qkv_bias = said if traits.qkv_bias is None else traits.qkv_bias
     out_bias = keys.flag("attention_out_bias", said) if traits.out_bias is None else traits.out_bias
     q_width = heads * dim * (2 if traits.gated_query else 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Outline", "find_outline", "outline_names"]
+__all__ = ["Outline", "find_outline", "near_outline", "outline_names"]
 
 FOLDER = Path(__file__).with_name("outlines")
 
@@ -34,3 +35,11 @@ def find_outline(name: str) -> Outline | None:
         return None
     stated = json.loads((FOLDER / f"{wanted}.json").read_text())
     return Outline(wanted, stated["written_from"], stated["config"])
+
+
+def near_outline(name: str) -> str | None:
+    """The outline that a name without one probably means: the name begins like it, or is spelt almost so."""
+    wanted = name.lower().replace("_", "-")
+    begun = [each for each in outline_names() if each.startswith(wanted)] if wanted else []
+    close = begun or difflib.get_close_matches(wanted, outline_names(), n=1, cutoff=0.8)
+    return close[0] if close else None

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headrace.hub.architectures import DEFAULTS, OWN_NAMES, TRAITS
+from headrace.hub.architectures import DEFAULTS, OWN_NAMES, STATED_POSITIONS, TRAITS, UNREAD
 from headrace.hub.config import stated_quantisation, text_config
-from headrace.hub.errors import ModelError
 from headrace.hub.gemma import beside_experts, is_shared, layer_input_weights, shared_source
 from headrace.hub.keys import Keys
+from headrace.hub.kinds import DENSE, EXPERTS, FULL, HALVES, INDEXED, LINEAR, SLIDING, layer_kinds
 from headrace.hub.mixers import (
     Traits,
     attention_layer,
@@ -28,7 +28,6 @@ from headrace.hub.mixers import (
     whole,
 )
 from headrace.hub.parted import (
-    compressed_kinds,
     compressed_layer,
     depth_weights,
     depth_width,
@@ -39,19 +38,9 @@ from headrace.hub.parted import (
     stream_weights,
     stream_width,
 )
+from headrace.hub.positions import max_position
 from headrace.hub.shape import LayerShape, ModelShape, Weight
 from headrace.hub.storage import stored_as
-
-MAX_LAYERS = 10_000
-HALVES = "state + heads, MLP"
-
-FULL, SLIDING, INDEXED, LINEAR, EXPERTS, DENSE = "full", "sliding", "indexed", "linear", "experts", "dense"
-KINDS = {
-    "full_attention": FULL, "sliding_attention": SLIDING, "chunked_attention": SLIDING, "indexed_attention": INDEXED,
-    "minimax_m3_sparse": INDEXED, "linear_attention": LINEAR, "mamba": LINEAR, "attention": FULL, "moe": EXPERTS,
-    "mlp": DENSE,
-}  # fmt: skip
-PATTERN_KINDS = {"M": LINEAR, "*": FULL, "E": EXPERTS, "-": DENSE}
 
 
 def read_shape(config: Mapping[str, Any], *, place: str = "config.json") -> ModelShape:
@@ -69,7 +58,7 @@ def read_shape(config: Mapping[str, Any], *, place: str = "config.json") -> Mode
         model_type=model_type,
         hidden_size=keys.size("hidden_size"),
         vocab_size=keys.size("vocab_size"),
-        max_position=keys.size("max_position_embeddings", "model_max_length", "max_seq_len", "n_positions"),
+        max_position=max_position(keys, is_stated=model_type in STATED_POSITIONS),
         layers=tuple(
             replace(_layer(keys, traits, index, kind), source=_source(keys, traits, kinds, index))
             for index, kind in enumerate(kinds)
@@ -93,7 +82,9 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 def _rules(config: Mapping[str, Any], place: str) -> tuple[Keys, Traits]:
     model_type = _model_type(config)
-    keys = Keys({**DEFAULTS.get(model_type, {}), **text_config(config)}, place)
+    unread = UNREAD.get(model_type, ())
+    stated = {key: value for key, value in text_config(config).items() if key not in unread}
+    keys = Keys({**DEFAULTS.get(model_type, {}), **stated}, place)
     return keys, TRAITS.get(model_type) or Traits()
 
 
@@ -119,79 +110,6 @@ def num_layers(config: Mapping[str, Any], *, place: str = "config.json") -> int:
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     stated = next((part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)), None)
     return str(stated or "bfloat16").removeprefix("torch.")
-
-
-def layer_kinds(keys: Keys, traits: Traits) -> list[str]:
-    """By layer: one of FULL, SLIDING, INDEXED, LINEAR, or of a layer without attention EXPERTS or DENSE; of layers that
-    compress, what the config calls them."""
-    if is_compressed(keys):
-        return compressed_kinds(keys)
-    if traits.parts == HALVES:
-        return [LINEAR, FULL] * _num_layers(keys)
-    listed = keys.words("layers_block_type", "layer_types")
-    pattern = keys.find("hybrid_override_pattern")
-    if listed is not None:
-        kinds = [KINDS.get(kind, FULL) for kind in listed]
-        return [INDEXED if kind == FULL and _is_indexed_everywhere(keys) else kind for kind in kinds]
-    if isinstance(pattern, str):
-        return [PATTERN_KINDS.get(letter, FULL) for letter in pattern]
-    count = _num_layers(keys)
-    if traits.is_recurrent:
-        return [LINEAR] * count
-    if "index_kpool" in keys:
-        return [LINEAR if (layer + 1) % 4 else INDEXED for layer in range(count)]
-    if "linear_attn_config" in keys:
-        full: list[int] = keys.section("linear_attn_config").find("full_attn_layers") or []
-        return [FULL if layer + 1 in full else LINEAR for layer in range(count)]
-    if "linear_num_value_heads" in keys:
-        every = keys.size("full_attention_interval", default=4)
-        return [LINEAR if (layer + 1) % every else FULL for layer in range(count)]
-    sparse = keys.section("sparse_attention_config").find("sparse_attention_freq")
-    if isinstance(sparse, list):
-        return [INDEXED if flag else FULL for flag in sparse]  # pyright: ignore[reportUnknownVariableType]
-    if _is_indexed_everywhere(keys):
-        return [INDEXED] * count
-    pattern = keys.find("sliding_window_pattern")
-    if isinstance(pattern, str) and pattern and "sliding_window" in keys:  # EXAONE 4: LLLG, local and global
-        return [SLIDING if pattern[layer % len(pattern)] == "L" else FULL for layer in range(count)]
-    if "no_rope_layer_interval" in keys and "intermediate_size_mlp" in keys:
-        turned = _turned_layers(keys, count)
-        return [SLIDING if turns and "attention_chunk_size" in keys else FULL for turns in turned]
-    if "no_rope_layer_interval" in keys:
-        return _without_rope(keys, count)
-    every = keys.number("sliding_window_pattern", default=traits.full_every)
-    if every and "sliding_window" in keys:
-        return [SLIDING if (layer + 1) % every else FULL for layer in range(count)]
-    if keys.flag("use_sliding_window", traits.slides) and "sliding_window" in keys:
-        first = 0 if traits.slides else keys.number("max_window_layers", default=0)
-        return [SLIDING if layer >= first else FULL for layer in range(count)]
-    return [FULL] * count
-
-
-def _without_rope(keys: Keys, count: int) -> list[str]:
-    """SmolLM3: where layers slide at all, those without rope do. `no_rope_layers` lists 1 for a layer with rope."""
-    slides = keys.flag("use_sliding_window") and "sliding_window" in keys
-    return [SLIDING if slides and not turned else FULL for turned in _turned_layers(keys, count)]
-
-
-def _num_layers(keys: Keys) -> int:
-    count = keys.size("num_hidden_layers")
-    if count > MAX_LAYERS:
-        raise ModelError(f"{keys.place}: num_hidden_layers must be at most {MAX_LAYERS}, not {count}")
-    return count
-
-
-def _turned_layers(keys: Keys, count: int) -> list[bool]:
-    """Whether rope turns the heads of each layer."""
-    stated, every = keys.find("no_rope_layers"), keys.size("no_rope_layer_interval")
-    if isinstance(stated, list) and stated:
-        return [bool(turned) for turned in stated[:count]]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return [(layer + 1) % every != 0 for layer in range(count)]
-
-
-def _is_indexed_everywhere(keys: Keys) -> bool:
-    """DeepSeek Sparse Attention."""
-    return "kv_lora_rank" in keys and "index_topk" in keys
 
 
 def _layer(keys: Keys, traits: Traits, index: int, kind: str) -> LayerShape:
@@ -278,6 +196,8 @@ def _recurrent(keys: Keys) -> LayerShape:
 
 
 def _num_experts(keys: Keys) -> int:
+    if "enable_moe_block" in keys.values and not keys.flag("enable_moe_block"):
+        return 0
     return keys.number("n_routed_experts", "num_local_experts", "num_experts", default=0)
 
 

@@ -152,7 +152,6 @@ def launch_block_choice(
     assert q.stride()[1:] == (dim, 1) and keys.stride()[1:] == (dim, 1)
     out = torch.full((tokens, num_heads, spec.top), -1, dtype=torch.int64, device=q.device)
     count = max(1, min(tokens, MAX_SCORE_BYTES // (4 * num_heads * num_blocks)))
-    back = torch.arange(spec.local, device=q.device)
     per_program = min(TOKENS, power_of_2(max_query))
     for first in range(0, tokens, count):
         end = min(first + count, tokens)
@@ -165,8 +164,8 @@ def launch_block_choice(
             TILE=_tile(spec.block), TOKENS=per_program,
             COMPUTE=compute_dtype(q, is_fp8=keys.dtype == FP8), num_warps=4,
         )  # fmt: skip
-        local = (step.positions[first:end, None] // spec.block - back).clamp(0, num_blocks - 1)
-        scores.scatter_(-1, local[:, None].expand(-1, num_heads, -1), torch.inf)
+        forced = spec.forced(step.positions[first:end]).clamp(max=num_blocks - 1)
+        scores.scatter_(-1, forced[:, None].expand(-1, num_heads, -1), torch.inf)
         found = scores.topk(min(spec.top, num_blocks), -1)
         out[first:end, :, : found.indices.shape[-1]] = found.indices.where(found.values > -torch.inf, -1)
     return out

@@ -22,9 +22,17 @@ class BlockIndexSpec:
     block: int
     """Tokens of a block."""
     top: int
-    """Blocks that a query sees at most, those of `local` among them."""
+    """Blocks that a query sees at most, those of `local` and `first` among them."""
     local: int
     """Last blocks that every query sees, its own included."""
+    first: int = 0
+    """Blocks from the beginning that every query sees."""
+
+    def forced(self, positions: Tensor) -> Tensor:
+        """The blocks that queries see whatever their scores are: positions [tokens] -> [tokens, local + first]"""
+        own = positions[:, None] // self.block
+        local = (own - torch.arange(self.local, device=own.device)).clamp(min=0)
+        return torch.cat((local, torch.arange(self.first, device=own.device).minimum(own)), -1)
 
 
 def block_choice(q: Tensor, keys: Tensor, step: PackedRows, spec: BlockIndexSpec) -> Tensor:
@@ -52,8 +60,7 @@ def block_choice(q: Tensor, keys: Tensor, step: PackedRows, spec: BlockIndexSpec
         num_blocks = -(-kv_len // spec.block)
         padded = F.pad(scores.masked_fill(hidden, -torch.inf), (0, num_blocks * spec.block - kv_len), value=-torch.inf)
         best = padded.unflatten(-1, (num_blocks, spec.block)).amax(-1)
-        local = (positions[:, None] // spec.block - torch.arange(spec.local, device=q.device)).clamp(min=0)
-        best.scatter_(-1, local[:, None].expand(-1, q.shape[1], -1), torch.inf)
+        best.scatter_(-1, spec.forced(positions)[:, None].expand(-1, q.shape[1], -1), torch.inf)
         found = best.topk(min(spec.top, num_blocks), -1)
         out[begin:end, :, : found.indices.shape[-1]] = found.indices.where(found.values > -torch.inf, -1)
     return out

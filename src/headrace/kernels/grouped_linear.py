@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels._native import dtype_flag, library, num_threads
+from headrace.kernels._native import library, num_threads
+from headrace.kernels._native_product import native_product
 
 __all__ = ["grouped_linear"]
 
@@ -99,33 +100,12 @@ def grouped_linear(
     """
     native = library()
     assert native is not None
-    assert x.shape[1] == weight.in_features, f"{x.shape[1]} features for a weight of {weight.in_features}"
-    out_dtype = out_dtype or x.dtype
-    if dtype_flag(x) is None or x.stride(-1) != 1:
-        x = x.float().contiguous()
-    out = torch.empty(
-        (x.shape[0], weight.out_features), dtype=torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    )
-    failed = native.hr_grouped_linear(
-        x.data_ptr(),
-        weight.data.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        x.shape[0],
-        weight.in_features,
-        weight.out_features,
-        x.stride(0),
-        dtype_flag(x),
-        dtype_flag(out),
-        weight.bits,
-        weight.group,
-        weight.scale_is_half,
-        weight.has_offset,
-        num_threads(),
-    )
-    if failed:
-        raise MemoryError("no memory for a product's scratch: lower max_num_tokens")
-    return out if out.dtype == out_dtype else out.to(out_dtype)
+    form = (weight.bits, weight.group, weight.scale_is_half, weight.has_offset)
+
+    def call(*common: int, x_flag: int | None, out_flag: int | None) -> int:
+        return native.hr_grouped_linear(*common, x_flag, out_flag, *form, num_threads())
+
+    return native_product(call, x, weight, bias, out_dtype=out_dtype)
 
 
 def grouped_linear_twin(

@@ -108,12 +108,11 @@ class Attention:
     @property
     def spec(self) -> AttentionSpec:
         """With the checkpoint's scales and sinks once it is loaded."""
-        if self._sinks is not None and self._spec.sinks is None:
-            self._spec = replace(self._spec, sinks=self._sinks.logits)
-        scales = self.kv_scales.values
-        if (self._spec.k_scale, self._spec.v_scale) != scales:
-            self._spec = replace(self._spec, k_scale=scales[0], v_scale=scales[1])
-        return self._spec
+        sinks = None if self._sinks is None else self._sinks.logits
+        k_scale, v_scale = self.kv_scales.values
+        if sinks is None and k_scale == v_scale == 1.0:
+            return self._spec
+        return replace(self._spec, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
 
     def project(self, act: Act, step: ForwardStep) -> Projected:
         """[tokens, hidden] -> the packed heads, and what is owed to them"""

@@ -16,6 +16,12 @@ from headrace.layers.rope import Rotary, max_position, rope_settings
 from headrace.layers.weights import Fused, WeightMap
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+TEXT_PREFIXES: Mapping[str, str] = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Of the language model in multimodal checkpoints, newer and older -> of it alone; `renamed` of a `WeightMap`."""
 
 
 class CausalLm(Decoder):

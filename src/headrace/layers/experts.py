@@ -315,7 +315,8 @@ def num_experts(config: HfConfig, default: int) -> int:
 
 
 def corrected_routing(config: HfConfig, count: int) -> Routing:
-    """Sigmoid scores, chosen within the best groups, as DeepSeek-V3's keys state it; `count` experts."""
+    """Sigmoid scores, chosen within the best groups, as DeepSeek-V3's keys state it, or refused; `count` experts."""
+    config.only({"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
     return Routing(
         num_experts=count,
         top_k=config.integer("num_experts_per_tok"),
@@ -336,24 +337,24 @@ def is_sparse(config: HfConfig, layer: int) -> bool:
 
 
 def check_routing(name: str, routing: Routing) -> None:
-    """
-    Raises:
-        ValueError: numbers that don't fit each other.
-    """
+    """Raises ValueError for numbers that don't fit each other."""
     count, groups = routing.num_experts, routing.num_groups
     if routing.top_k > count:
-        raise ValueError(f"{name}: {routing.top_k} experts a token, but there are only {count}: see config.json")
+        raise ValueError(
+            f"{name}: {routing.top_k} experts a token, but there are only {count}: see num_experts_per_tok"
+            " (top_k_experts) in config.json"
+        )
     if count % groups or routing.top_groups > groups:
         raise ValueError(
             f"{name}: {count} experts can't be chosen from {routing.top_groups} of {groups} equal groups: see"
-            " config.json"
+            " n_group and topk_group in config.json"
         )
     if groups > 1 and routing.group_score == "top2" and count // groups < 2:
         raise ValueError(f"{name}: groups of one expert have no two best: see n_group in config.json")
     if routing.top_k > count // groups * routing.top_groups:
         raise ValueError(
             f"{name}: {routing.top_k} experts a token, but {routing.top_groups} groups have only"
-            f" {count // groups * routing.top_groups}: see config.json"
+            f" {count // groups * routing.top_groups}: see num_experts_per_tok, n_group and topk_group in config.json"
         )
 
 

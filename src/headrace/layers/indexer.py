@@ -74,8 +74,11 @@ def indexer_kinds(config: HfConfig, *, first: int = 0) -> list[str]:
         first: layer that attends.
     """
     count = config.integer("num_hidden_layers")
-    stated = config.get("indexer_types") or config.get("index_topk_pattern")
-    if stated is None:
+    pattern = config.get("index_topk_pattern")
+    stated = config.words("indexer_types") or (
+        pattern if isinstance(pattern, str) else config.words("index_topk_pattern")
+    )
+    if not stated:
         every = max(config.integer("index_topk_freq", 1, least=0), 1)
         offset = config.integer("index_skip_topk_offset", 2, least=0)
         return [SHARED if max(layer - offset + 1, 0) % every else FULL for layer in range(count)]

@@ -14,6 +14,7 @@ from headrace.kernels.delta_rule import delta_rule
 from headrace.kernels.gated_norm import gated_norm
 from headrace.kernels.short_conv import short_conv
 from headrace.layers.factory import LayerFactory
+from headrace.layers.hf_config import HfConfig
 from headrace.layers.linear import Linear, Output
 from headrace.layers.norm import Norm
 from headrace.layers.port import Act, LiveState, StateSpec
@@ -203,3 +204,18 @@ def kimi_delta(
             (factory.dtype, state_dtype),
         ),
     )
+
+
+def full_layers(config: HfConfig) -> frozenset[int]:
+    """Layers, from 0, that attend to everything; `linear_attn_config` lists them and the others from 1.
+
+    Raises:
+        ValueError: they are not each of the model's layers once.
+    """
+    lists, count = config.section("linear_attn_config"), config.integer("num_hidden_layers")
+    full, linear = lists.places("full_attn_layers"), lists.places("kda_layers")
+    if sorted([*full, *linear]) != [*range(1, count + 1)]:
+        raise ValueError(
+            f"{lists.place}: full_attn_layers and kda_layers must name each of the layers 1 to {count} once"
+        )
+    return frozenset(layer - 1 for layer in full)

@@ -27,6 +27,9 @@ LATENT_RULES = {
 }
 """The names that Hugging Face checkpoints use, but for the queries."""
 
+NORM_EPS = 1e-6
+"""Of the norms of low ranks, whatever `rms_norm_eps` is, in DeepSeek's code and in what follows it."""
+
 DIRECT_QUERY_RULES = {"model.layers.*.self_attn.q_proj.*": "layers.*.attention.q.*:q"}
 LOW_RANK_QUERY_RULES = {
     "model.layers.*.self_attn.q_a_proj.*": "layers.*.attention.down.*:q",
@@ -184,9 +187,9 @@ def latent_attention(
     hidden_size: int,
     sizes: LatentSizes,
     settings: RopeSettings,
-    eps: float,
     bias: bool,
     interleaved: bool,
+    eps: float = NORM_EPS,
     rope: str = "all",
     indexer: Chooser | None = None,
     is_sparse: bool = False,
@@ -196,6 +199,7 @@ def latent_attention(
     Args:
         settings: of the rope; YaRN scales the scores too.
         bias: of the first and the last product.
+        eps: of the norms of low ranks.
     """
     heads = factory.parallel.heads(sizes.num_heads, sizes.num_heads)
     start, stop = heads.q

@@ -67,7 +67,10 @@ class MambaSizes:
             ValueError: heads that can't be dealt to groups.
         """
         if self.num_heads % self.num_groups:
-            raise ValueError(f"{place}: {self.num_groups} groups do not divide {self.num_heads} Mamba heads")
+            raise ValueError(
+                f"{place}: {self.num_groups} groups (n_groups or mamba_n_groups) do not divide {self.num_heads} Mamba"
+                " heads (their number in the config)"
+            )
         return self
 
 
@@ -278,7 +281,7 @@ def time_limits(config: HfConfig) -> tuple[float, float]:
     stated = config.get("time_step_limit", NO_LIMITS)
     try:
         low, high = (_number(value) for value in stated)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         raise ValueError(f"{config.place}: time_step_limit must be two numbers, not {stated!r}") from None
     if not 0 <= low < high:
         raise ValueError(f"{config.place}: time_step_limit must be from 0 on and ascending, not {stated!r}")

@@ -12,6 +12,7 @@ from headrace.kernels.act_mul_quantise import act_mul_quantise
 from headrace.kernels.moe._twin import activate
 from headrace.kernels.moe.port import ExpertAct
 from headrace.kernels.quantise import quantise
+from headrace.layers.hf_config import HfConfig
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.layers.port import Act
@@ -34,7 +35,9 @@ def activation(name: str) -> Activation:
         ValueError: no kernel for the activation that the config names.
     """
     if name not in ACTIVATIONS:
-        raise ValueError(f"config.json: unknown activation {name!r}: known are {', '.join(ACTIVATIONS)}")
+        raise ValueError(
+            f"config.json: unknown activation {name!r} (hidden_act, or the like): known are {', '.join(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 
@@ -55,7 +58,10 @@ def plain_activation(name: str) -> Callable[[Tensor], Tensor]:
         ValueError: an activation that is not known.
     """
     if name not in PLAIN_ACTIVATIONS:
-        raise ValueError(f"config.json: unknown activation {name!r}: known are {', '.join(PLAIN_ACTIVATIONS)}")
+        raise ValueError(
+            f"config.json: unknown activation {name!r} (hidden_act, or the like): known are"
+            f" {', '.join(PLAIN_ACTIVATIONS)}"
+        )
     return PLAIN_ACTIVATIONS[name]
 
 
@@ -117,3 +123,9 @@ class ClampedMlp(Mlp):
     def __call__(self, act: Act) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], partial"""
         return self.down(quantise(activate(self.gate_up(act), self.act), self.down.wanted))
+
+
+def is_dense(config: HfConfig, layer: int, *, first: int) -> bool:
+    """Whether a layer has an MLP in place of experts: as `mlp_layer_types` lists it, else the `first` ones have."""
+    kinds = config.kinds("mlp_layer_types", ("dense", "sparse"))
+    return layer < first if kinds is None else kinds[layer] == "dense"

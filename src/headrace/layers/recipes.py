@@ -227,7 +227,11 @@ def _compressed(stated: Mapping[str, Any], place: str) -> Recipes:
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ValueError(f"{place}: config_groups must have one group; others are not served")
     (group,) = groups.values()
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    if not isinstance(group, Mapping):
+        raise ValueError(f"{place}: config_groups must hold objects, not {group!r}")
+    weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+    if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping):
+        raise ValueError(f"{place}: config_groups: weights and input_activations must be objects, not {group!r}")
     if (group.get("format") or stated.get("format")) == MXFP4_FORMAT:
         return _mxfp4(stated, place, weights, inputs)
     strategy, is_dynamic = weights.get("strategy"), bool(inputs.get("dynamic"))

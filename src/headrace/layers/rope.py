@@ -64,6 +64,8 @@ UNSET_BY_ZERO = ("mscale", "mscale_all_dim")
 LIST_KEYS = ("short_factor", "long_factor")
 OLD_NAMES = {"su": "longrope"}
 DEFAULT_THETA = 10_000.0
+MAX_NUMBER = 1e15
+"""No rope key has a use for more, and squares of it are still numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +117,14 @@ def rope_settings(
         if own.get(key) is None:
             raise ValueError(f"config.json: {place} lacks the key {key!r}, which rope type {kind!r} needs")
     _check_values(place, own)
-    share = values.get("partial_rotary_factor")
+    thetas, share = (
+        (values.get("rope_theta"), config.get("rope_theta"), default_theta),
+        values.get("partial_rotary_factor"),
+    )
     max_positions = _size("max_position_embeddings", config["max_position_embeddings"])
     return RopeSettings(
         kind=kind,
-        theta=_theta(values.get("rope_theta") or config.get("rope_theta") or default_theta),
+        theta=_theta(next(theta for theta in thetas if theta is not None)),
         rotary_share=_positive(
             "partial_rotary_factor", share if share is not None else config.get("partial_rotary_factor") or 1.0
         ),
@@ -140,7 +145,7 @@ def _check_values(place: str, own: Mapping[str, Any]) -> None:
 
 
 def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_NUMBER:
         raise ValueError(f"config.json: {name} must be a number greater than 0, not {value!r}")
     return float(value)
 
@@ -203,11 +208,12 @@ class Rotary:
             max_len: the longest sequence that the engine will run, where it is known to be under `max_position`.
         """
         self.settings = settings
-        self.rotary_dim = int(head_dim * settings.rotary_share)
-        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= head_dim:
+        # A proportional rope turns all of a head, some of it by nothing.
+        self.rotary_dim = head_dim if settings.kind == "proportional" else int(head_dim * settings.rotary_share)
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= head_dim or settings.rotary_share > 1:
             raise ValueError(
-                f"config.json: {self.rotary_dim} of the {head_dim} features of a head (head_dim) would be rotated, by"
-                " pairs: give an even head_dim and a partial_rotary_factor of at most 1"
+                f"config.json: {self.rotary_dim} of the {head_dim} features of a head (head_dim, or qk_rope_head_dim)"
+                " would be rotated, by pairs: give an even one and a partial_rotary_factor of at most 1"
             )
         max_len = settings.max_positions if max_len is None else max_len
         self._frequencies, self._scale = _frequencies(settings, head_dim, self.rotary_dim, max_len)

@@ -14,7 +14,7 @@ from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.layers.indexer import INDEXER_RULES, Indexer, IndexSpec, indexer
 from headrace.layers.latent import LatentSizes, latent_attention
-from headrace.layers.mlp import Mlp
+from headrace.layers.mlp import Mlp, is_dense
 from headrace.layers.rope import rope_settings
 
 V3_DEFAULTS: Mapping[str, Any] = {
@@ -83,7 +83,6 @@ class LatentDecoder(CausalLm):
                 hidden_size=hidden_size,
                 sizes=LatentSizes.of(config),
                 settings=rope_settings(config),
-                eps=eps,
                 bias=config.flag("attention_bias", False),
                 interleaved=config.flag("rope_interleave", True),
                 indexer=self.indexer(config, factory, f"{name}.attention.indexer", index),
@@ -95,7 +94,7 @@ class LatentDecoder(CausalLm):
 
     def _mlp(self, config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
         hidden_size, act = config.integer("hidden_size"), config.text("hidden_act", "silu")
-        if _is_dense(config, index):
+        if is_dense(config, index, first=config.integer("first_k_dense_replace", least=0)):
             inner, has_bias = config.integer("intermediate_size"), config.flag("mlp_bias", False)
             return factory.mlp(name, hidden_size=hidden_size, intermediate_size=inner, act=act, bias=has_bias)
         inner = config.integer("moe_intermediate_size")
@@ -116,7 +115,7 @@ def stated_indexer(config: HfConfig, factory: LayerFactory, name: str, *, interl
     """From the usual keys.
 
     Args:
-        interleaved: its rope turns neighbouring features.
+        interleaved: its rope turns neighbouring features, where the config doesn't say (`indexer_rope_interleave`).
     """
     return indexer(
         factory,
@@ -128,13 +127,5 @@ def stated_indexer(config: HfConfig, factory: LayerFactory, name: str, *, interl
             dim=config.integer("index_head_dim"),
             top=config.integer("index_topk"),
         ),
-        interleaved=interleaved,
+        interleaved=config.flag("indexer_rope_interleave", interleaved),
     )
-
-
-def _is_dense(config: HfConfig, index: int) -> bool:
-    """`mlp_layer_types` by layer, else the first `first_k_dense_replace` layers."""
-    kinds = config.kinds("mlp_layer_types", ("dense", "sparse"))
-    if kinds is None:
-        return index < config.integer("first_k_dense_replace", least=0)
-    return kinds[index] == "dense"

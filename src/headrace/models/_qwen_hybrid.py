@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from headrace.layers.causal import CausalLm
+from headrace.layers.causal import TEXT_PREFIXES, CausalLm
 from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, PreNormLayer
 from headrace.layers.delta_net import DeltaSizes, delta_net
 from headrace.layers.experts import Experts, expert_rules
@@ -37,8 +37,6 @@ RULES: Mapping[str, str] = {
     f"{BLOCK}.out_proj.*": f"{PART}.out.*",
 }
 
-RENAMED = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-"""Prefixes of the language model in multimodal checkpoints."""
 LEFT_OUT = ("model.visual.**", "visual.**")
 """What checkpoints hold beside the language model."""
 VISION_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
@@ -70,6 +68,7 @@ class QwenHybrid(CausalLm):
         is_tied = config.flag("tie_word_embeddings", False)
         text = (config.section("text_config") if "text_config" in config else config).with_defaults(self.defaults)
         text = HfConfig({**text, "tie_word_embeddings": is_tied}, place=text.place)
+        text.only({"hidden_act": "silu"})  # of the convolution too
         kinds = _kinds(text)
         eps = text.number("rms_norm_eps", 1e-6)
         super().__init__(
@@ -83,7 +82,7 @@ class QwenHybrid(CausalLm):
             ignored=LEFT_OUT,
             kept=("mtp.**",),
             fused=_fused(DeltaSizes.of(text)) if LINEAR in kinds else {},
-            renamed=RENAMED,
+            renamed=TEXT_PREFIXES,
         )
 
     def _layer(

@@ -37,6 +37,7 @@ class DeepseekV2Model(LatentDecoder):
 
     @staticmethod
     def routing(config: HfConfig) -> Routing:
+        config.only({"scoring_func": "softmax"})
         method = config.text("topk_method", GREEDY)
         if method not in (GREEDY, GROUPED):
             raise ValueError(f"{config.place}: topk_method {method!r} is not known: it is {GREEDY} or {GROUPED}")

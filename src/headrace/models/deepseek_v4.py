@@ -133,6 +133,7 @@ class DeepseekV4Model(CausalLm):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = _unified(config)
+        config.only({"hidden_act": "silu"})
         plan = _plan(config)
         streams = StreamSizes.of(config, norm_eps=1e-6)
         self.num_streams = streams.num_streams
@@ -259,9 +260,10 @@ def _sizes(config: HfConfig, eps: float) -> CompressedSizes:
 
 def _rope(config: HfConfig, kind: str) -> RopeSettings:
     """`main` is plain; `compress` has another base, and the config's scaling without a factor for the scores."""
-    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    place = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    stated = config.section(place) if config.get(place) else {}
     if isinstance(stated.get("main"), Mapping) and isinstance(stated.get("compress"), Mapping):
-        return rope_settings({**config, "rope_scaling": None, "rope_parameters": stated}, layer_type=kind)
+        return rope_settings(HfConfig({**config, "rope_scaling": None, "rope_parameters": stated}), layer_type=kind)
     share = config.get("partial_rotary_factor") or config.integer("qk_rope_head_dim", 64) / config.head_dim()
     values: dict[str, Any] = {"partial_rotary_factor": share}
     if kind == "main":
@@ -271,7 +273,7 @@ def _rope(config: HfConfig, kind: str) -> RopeSettings:
         values["rope_theta"] = config.number("compress_rope_theta")
         if values.get("rope_type", values.get("type")) == "yarn":
             values.setdefault("attention_factor", 1.0)
-    return rope_settings({**config, "rope_scaling": None, "rope_parameters": values})
+    return rope_settings(HfConfig({**config, "rope_scaling": None, "rope_parameters": values}))
 
 
 def _unified(config: HfConfig) -> HfConfig:
@@ -279,7 +281,7 @@ def _unified(config: HfConfig) -> HfConfig:
     config = config.with_defaults(DEFAULTS)
     count = config.integer("num_hidden_layers")
     stated: dict[str, Any] = {}
-    rates = dict(config.get("compress_rates", DEFAULT_RATES))
+    rates = dict(config.section("compress_rates") if "compress_rates" in config else DEFAULT_RATES)
     for key, kind in (("compress_rate_csa", LIGHT), ("compress_rate_hca", HEAVY)):
         if key in config:
             rates[kind] = config.integer(key)

@@ -172,13 +172,17 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str) -> HeadsHalf:
 
 
 def _mamba_sizes(config: HfConfig) -> MambaSizes:
+    config.only({"hidden_act": "silu"})  # of the convolution too
     heads, width = config.integer("mamba_n_heads"), config.optional_integer("mamba_d_ssm")
     if width is None:
         width = config.integer("mamba_expand") * config.integer("hidden_size")
     dim = width // heads if config.get("mamba_d_head", "auto") == "auto" else config.integer("mamba_d_head")
     if dim * heads != width:
         wanted = "mamba_d_ssm" if "mamba_d_ssm" in config else "mamba_expand * hidden_size"
-        raise ValueError(f"{config.place}: {heads} Mamba heads of {dim} features are not {wanted} {width}")
+        raise ValueError(
+            f"{config.place}: {heads} Mamba heads (mamba_n_heads) of {dim} features (mamba_d_head) are not {wanted}"
+            f" {width}"
+        )
     gating: Gating = "gate"
     if config.flag("mamba_rms_norm", False):
         gating = "norm, gate" if config.flag("mamba_norm_before_gate", True) else "gate, norm"
@@ -197,7 +201,4 @@ def _mamba_sizes(config: HfConfig) -> MambaSizes:
 
 
 def _factors(config: HfConfig, key: str, count: int) -> tuple[float, ...]:
-    stated = config.get(key) or [1.0] * count
-    if len(stated) != count:
-        raise ValueError(f"{config.place}: {key} must be {count} numbers, not {stated!r}")
-    return tuple(float(factor) for factor in stated)
+    return config.numbers(key, count) or (1.0,) * count

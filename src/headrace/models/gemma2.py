@@ -39,6 +39,7 @@ class Gemma2Model(CausalLm):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = config.with_defaults(DEFAULTS)
+        config.only({"use_bidirectional_attention": False})
         hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
         kinds = layer_kinds(config, sliding_pattern=2)
         super().__init__(

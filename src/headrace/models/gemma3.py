@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.layers.blocks import SandwichLayer
+from headrace.layers.causal import TEXT_PREFIXES
 from headrace.layers.decoder import QK_NORM_RULES, ROTARY_NAMES, SANDWICH_RULES, Decoder
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
@@ -43,13 +44,6 @@ VISION_NAMES = (
 )
 """What multimodal checkpoints hold beside the language model."""
 
-RENAMED = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-"""Prefixes of the language model in multimodal checkpoints, older and newer."""
-
 
 class Gemma3Model(Decoder):
     """The text model, also of multimodal checkpoints; images are not read."""
@@ -62,7 +56,7 @@ class Gemma3Model(Decoder):
         hidden_size, vocab_size = text.integer("hidden_size"), text.integer("vocab_size")
         kinds = layer_kinds(text, sliding_pattern=text.integer("sliding_window_pattern"))
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-        factory.read(WeightMap((), RULES, (*ROTARY_NAMES, *VISION_NAMES), tied, RENAMED))
+        factory.read(WeightMap((), RULES, (*ROTARY_NAMES, *VISION_NAMES), tied, TEXT_PREFIXES))
         embedding = factory.embedding("embed", vocab_size, hidden_size)
         super().__init__(
             embedding=embedding,

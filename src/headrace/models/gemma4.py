@@ -6,6 +6,7 @@ The small ones (E2B, E4B) add an embedding for each layer, and their last layers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from headrace.layers.attention import Attention
 from headrace.layers.blocks import SandwichLayer
-from headrace.layers.causal import TIED
+from headrace.layers.causal import TEXT_PREFIXES, TIED
 from headrace.layers.decoder import QK_NORM_RULES, ROTARY_NAMES, SANDWICH_RULES, Decoder
 from headrace.layers.experts import Experts, Routing, expert_act, expert_rules
 from headrace.layers.factory import LayerFactory
@@ -69,8 +70,6 @@ BESIDE = tuple(
     for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector")
 )
 """What multimodal checkpoints hold beside the language model."""
-
-RENAMED = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 
 
 class Carried(NamedTuple):
@@ -151,7 +150,7 @@ class Gemma4Model(Decoder):
         shared = [f"model.layers.{index}.self_attn" for index, source in enumerate(sources) if source is not None]
         unused = [f"{layer}.{part}.*" for layer in shared for part in ("k_proj", "v_proj", "k_norm")]
         ignored = (*ROTARY_NAMES, *BESIDE, *unused)
-        factory.read(WeightMap((), RULES, ignored, TIED if is_tied else {}, RENAMED))
+        factory.read(WeightMap((), RULES, ignored, TIED if is_tied else {}, TEXT_PREFIXES))
         embedding = factory.embedding("embed", vocab_size, hidden_size)
         inputs = _layer_inputs(text, factory)
         layers: list[Gemma4Layer] = []
@@ -223,14 +222,20 @@ def _layer_inputs(config: HfConfig, factory: LayerFactory) -> LayerInputs | None
 
 
 def _rope_settings(config: HfConfig, kind: str) -> RopeSettings:
-    return rope_settings(config.with_defaults({"rope_parameters": ROPE}), layer_type=kind)
+    if "rope_parameters" not in config:
+        config = HfConfig({**config, "rope_parameters": ROPE}, place=config.place)
+    stated = config.section("rope_parameters").get(kind)
+    if isinstance(stated, Mapping) and not stated.get("rope_type"):
+        raise ValueError(f"{config.place}: rope_parameters.{kind} lacks the key 'rope_type': which one isn't clear")
+    return rope_settings(config, layer_type=kind)
 
 
 def _heads(config: HfConfig, kind: str, layer: int) -> HeadSizes:
     """Full layers have sizes of their own; newer configs write what differs by layer."""
     heads = config.heads()
     if "per_layer_config" in config:
-        own = config.section("per_layer_config").get(str(layer), {})
+        stated = config.section("per_layer_config")
+        own = stated.section(str(layer)) if str(layer) in stated else {}
         return HfConfig({**config, **own}, place=config.place).heads()
     if kind == SLIDING:
         return heads

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.layers.causal import CausalLm, text_section
+from headrace.layers.causal import TEXT_PREFIXES, CausalLm, text_section
 from headrace.layers.decoder import PRE_NORM_RULES
 from headrace.layers.experts import ExpertAct, Experts, corrected_routing, expert_rules
 from headrace.layers.factory import LayerFactory
@@ -18,7 +18,7 @@ from headrace.layers.hyper import HyperLayer, HyperRecurrentLayer, StreamSizes, 
 from headrace.layers.indexer import SHARED, indexer_kinds
 from headrace.layers.kimi_delta import KimiDeltaSizes, beside_delta, kimi_delta
 from headrace.layers.latent import LatentAttention, LatentSizes, latent_attention
-from headrace.layers.mlp import Mlp
+from headrace.layers.mlp import Mlp, is_dense
 from headrace.layers.pooled import (
     POOL_INDEXER_RULES,
     EntryIndexSpec,
@@ -74,6 +74,9 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """What transformers takes for keys that a config leaves out."""
 
+ONLY: Mapping[str, Any] = {"hidden_act": "silu", "index_kpool_compress": True, "mla_use_nope": True}
+"""Keys with the one value that is known; the last two are of published configs alone."""
+
 STREAM_RULES = {
     f"model.layers.*.hc_{block}_{part}": f"layers.*.hyper_{block}.{part}"
     for block in ("attn", "ffn")
@@ -95,6 +98,7 @@ class Glm5NextModel(CausalLm):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = _unified(config)
+        config.only(ONLY)
         kinds = config.kinds("layer_types", (LINEAR, INDEXED))
         assert kinds is not None
         attending = [index for index, kind in enumerate(kinds) if kind == INDEXED]
@@ -114,11 +118,7 @@ class Glm5NextModel(CausalLm):
             positions=config.integer("max_position_embeddings"),
             ignored=("model.visual.**", "visual.**"),
             kept=[f"model.layers.{num_layers + index}.**" for index in range(drafting)],
-            renamed={
-                "model.language_model.": "model.",
-                "language_model.model.": "model.",
-                "language_model.lm_head.": "lm_head.",
-            },
+            renamed=TEXT_PREFIXES,
         )  # fmt: skip
 
     def ropes(self, positions: Tensor) -> dict[str, Rope]:
@@ -200,17 +200,14 @@ def _delta_sizes(config: HfConfig) -> KimiDeltaSizes:
         num_heads=config.integer("linear_num_heads"),
         dim=config.integer("linear_head_dim"),
         kernel=config.integer("linear_conv_kernel_dim", least=2),
-        lower_bound=config.optional_number("linear_lower_bound"),
+        lower_bound=config.optional_negative("linear_lower_bound"),
         is_decay_flat=True,
     )
 
 
 def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
     hidden_size, act = config.integer("hidden_size"), ExpertAct(limit=config.positive("swiglu_limit"))
-    kinds = config.kinds("mlp_layer_types", ("dense", "sparse"))
-    if kinds is None:
-        kinds = ["dense" if layer < NUM_DENSE else "sparse" for layer in range(config.integer("num_hidden_layers"))]
-    if kinds[index] == "dense":
+    if is_dense(config, index, first=NUM_DENSE):
         return factory.mlp(
             name, hidden_size=hidden_size, intermediate_size=config.integer("intermediate_size"), act=act
         )

@@ -20,14 +20,14 @@ DEFAULTS = {
     "sliding_window": 128,
     "num_experts_per_tok": 4,
     "intermediate_size": 2880,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
+}
+ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 """What transformers takes for keys that a config leaves out."""
 
@@ -51,8 +51,8 @@ class GptOssModel(CausalLm):
     reads_mxfp4 = True
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
-        if "rope_scaling" in config:
-            config = config.with_defaults({"rope_parameters": None})
+        if "rope_scaling" not in config and "rope_parameters" not in config:
+            config = HfConfig({**config, "rope_parameters": ROPE}, place=config.place)
         config = config.with_defaults(DEFAULTS)
         kinds = _kinds(config)
         super().__init__(

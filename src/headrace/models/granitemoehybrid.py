@@ -150,6 +150,7 @@ def _mlp(config: HfConfig, factory: LayerFactory, name: str) -> Mlp | Experts:
 
 
 def _mamba_sizes(config: HfConfig) -> MambaSizes:
+    config.only({"hidden_act": "silu"})  # of the convolution too
     heads, wide = config.integer("mamba_n_heads"), config.integer("mamba_expand") * config.integer("hidden_size")
     dim = wide // heads if config["mamba_d_head"] == "auto" else config.integer("mamba_d_head")
     if dim * heads != wide:
@@ -169,7 +170,7 @@ def _mamba_sizes(config: HfConfig) -> MambaSizes:
 def _kinds(config: HfConfig) -> list[str]:
     """`layer_types` (older: `layers_block_type`); all Mamba where there is none."""
     count = config.integer("num_hidden_layers")
-    stated = config.get("layer_types") or config.get("layers_block_type") or [MAMBA] * count
+    stated = config.words("layer_types") or config.words("layers_block_type") or [MAMBA] * count
     kinds = [OLD_NAMES.get(kind, kind) for kind in stated]
     if len(kinds) != count or set(kinds) - {MAMBA, FULL}:
         raise ValueError(f"{config.place}: layer_types must state mamba or attention for each of {count} layers")

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.layers.causal import CausalLm, text_section
+from headrace.layers.causal import TEXT_PREFIXES, CausalLm, text_section
 from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
 from headrace.layers.depth import DEPTH_RULES, Depth, DepthLayer, DepthRecurrentLayer, deepened, depth_mix_of
 from headrace.layers.experts import ExpertAct, Experts, corrected_routing, expert_act, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.gated import GatedLatent, gated_latent
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.kimi_delta import KimiDelta, KimiDeltaSizes, beside_delta, kimi_delta
+from headrace.layers.kimi_delta import KimiDelta, KimiDeltaSizes, beside_delta, full_layers, kimi_delta
 from headrace.layers.latent import LatentAttention, LatentSizes, latent_attention
 from headrace.layers.latent_experts import experts_latent
 from headrace.layers.mlp import Mlp
@@ -42,7 +42,6 @@ from headrace.layers.rope import rope_settings
 __all__ = ["KimiK3Model"]
 
 EXPERTS = "model.layers.*.block_sparse_moe"
-LATENT_NORM_EPS = 1e-6
 SITU = "situ"
 
 RULES: Mapping[str, str] = {
@@ -54,7 +53,6 @@ RULES: Mapping[str, str] = {
 }
 GATE_RULES = {"model.layers.*.self_attn.g_proj.*": "layers.*.attention.gate.*"}
 """Of latent attention; KDA calls its own the same."""
-RENAMED = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 NOT_TEXT = ("vision_tower.**", "mm_projector.**")
 
 ALIASES: Mapping[str, str] = {
@@ -98,7 +96,7 @@ class KimiK3Model(CausalLm):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = _checked(text_section(config) if "text_config" in config else config)
-        full, num_layers = _full_layers(config), config.integer("num_hidden_layers")
+        full, num_layers = full_layers(config), config.integer("num_hidden_layers")
         stretch, hidden_size = config.optional_integer("attn_res_block_size"), config.integer("hidden_size")
         self.num_stretches = 0 if stretch is None else -(-num_layers // stretch)
         eps = config.number("rms_norm_eps")
@@ -112,7 +110,7 @@ class KimiK3Model(CausalLm):
             ropes={},
             positions=config.integer("max_position_embeddings"),
             ignored=NOT_TEXT,
-            renamed=RENAMED,
+            renamed=TEXT_PREFIXES,
         )
 
     def ropes(self, positions: Tensor) -> dict[str, Rope]:
@@ -162,7 +160,6 @@ def _attention(config: HfConfig, factory: LayerFactory, name: str) -> LatentAtte
         hidden_size=hidden_size,
         sizes=sizes,
         settings=rope_settings({"max_position_embeddings": config.integer("max_position_embeddings")}),
-        eps=LATENT_NORM_EPS,
         bias=False,
         interleaved=True,
     )
@@ -174,9 +171,6 @@ def _attention(config: HfConfig, factory: LayerFactory, name: str) -> LatentAtte
 def _delta(config: HfConfig, factory: LayerFactory, name: str) -> KimiDelta:
     stated = config.section("linear_attn_config")
     num_heads, dim = stated.integer("num_heads"), stated.integer("head_dim")
-    bound = stated.optional_number("gate_lower_bound")
-    if bound is not None and bound >= 0:
-        raise ValueError(f"{stated.place}: gate_lower_bound must be less than 0, not {bound}")
     return kimi_delta(
         factory,
         name,
@@ -185,7 +179,7 @@ def _delta(config: HfConfig, factory: LayerFactory, name: str) -> KimiDelta:
             num_heads=num_heads,
             dim=dim,
             kernel=stated.integer("short_conv_kernel_size", least=2),
-            lower_bound=bound,
+            lower_bound=stated.optional_negative("gate_lower_bound"),
             is_decay_flat=True,
             num_spare_decays=max(dim - num_heads, 0),
             has_full_gate=stated.flag("use_full_rank_gate", False),
@@ -230,22 +224,9 @@ def _act(config: HfConfig) -> ExpertAct:
     return ExpertAct(SITU, alpha=config.positive("activation_situ_beta"), limit=limit)
 
 
-def _full_layers(config: HfConfig) -> frozenset[int]:
-    """From 0; the config counts from 1."""
-    lists, count = config.section("linear_attn_config"), config.integer("num_hidden_layers")
-    full, linear = lists["full_attn_layers"], lists["kda_layers"]
-    if not (isinstance(full, list) and isinstance(linear, list)) or sorted([*full, *linear]) != [*range(1, count + 1)]:
-        raise ValueError(
-            f"{lists.place}: full_attn_layers and kda_layers must name each of the layers 1 to {count} once"
-        )
-    return frozenset(layer - 1 for layer in full)
-
-
 def _checked(config: HfConfig) -> HfConfig:
     """Under keys that the layers know, once none of the config's says what isn't known here."""
-    for key, only in ONLY.items():
-        if config.get(key, only) != only:
-            raise ValueError(f"{config.place}: {key} {config.get(key)!r} is not served: only {only!r} is published")
+    config.only(ONLY)
     strange = [key for key in config if key.startswith(OWN_PREFIXES) and key not in OWN_KEYS]
     delta = config.section("linear_attn_config")
     strange += [f"linear_attn_config.{key}" for key in delta if key not in DELTA_KEYS]
@@ -255,4 +236,4 @@ def _checked(config: HfConfig) -> HfConfig:
         )
     if config.flag("latent_moe_use_norm", False) and "routed_expert_hidden_size" not in config:
         raise ValueError(f"{config.place}: latent_moe_use_norm needs routed_expert_hidden_size")
-    return HfConfig({ALIASES.get(key, key): value for key, value in config.items()}, place=config.place)
+    return config.renamed(ALIASES)

@@ -13,9 +13,10 @@ from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
 from headrace.layers.experts import Experts, corrected_routing, expert_act, expert_rules
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
-from headrace.layers.kimi_delta import BLOCK, KimiDeltaSizes, beside_delta, kimi_delta
+from headrace.layers.kimi_delta import BLOCK, KimiDeltaSizes, beside_delta, full_layers, kimi_delta
 from headrace.layers.latent import LatentSizes, latent_attention
-from headrace.layers.mlp import Mlp
+from headrace.layers.mlp import Mlp, is_dense
+from headrace.layers.pooled import no_features
 from headrace.layers.port import Layer, Rope
 from headrace.layers.recurrent import RecurrentPreNormLayer, state_dtype
 from headrace.layers.rope import rope_settings
@@ -25,8 +26,6 @@ __all__ = ["KimiLinearModel"]
 
 LINEAR, FULL = "linear_attention", "full_attention"
 EXPERTS = "model.layers.*.block_sparse_moe"
-LATENT_NORM_EPS = 1e-6
-"""Of the latent's norm, whatever `rms_norm_eps` is."""
 
 RULES: Mapping[str, str] = {
     **{name: place for name, place in PRE_NORM_RULES.items() if ".self_attn." not in name},
@@ -47,6 +46,8 @@ ALIASES: Mapping[str, str] = {
     "num_shared_experts": "n_shared_experts",
 }
 """Published configs' keys -> those that transformers reads as well."""
+ONLY: Mapping[str, Any] = {"hidden_act": "silu", "mla_use_nope": True, "moe_router_activation_func": "sigmoid"}
+"""Keys with the one value that is known: no other is published."""
 K3_KEYS = ("attn_res_block_size", "latent_moe_use_norm", "mla_use_output_gate", "routed_expert_hidden_size")
 DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 1_048_576,
@@ -76,24 +77,20 @@ class KimiLinearModel(CausalLm):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = _unified(config)
-        self.has_rope = not config.flag("mla_use_nope", True)
         kinds = _kinds(config)
-        rope = factory.rotary(rope_settings(config), config.integer("qk_rope_head_dim")) if self.has_rope else None
         super().__init__(
             config,
             factory,
             layer=lambda name, index: _layer(config, factory, name, index, kinds[index]),
             rules={**RULES, **beside_delta(LatentSizes.of(config).rules, _full(kinds))},
-            ropes={} if rope is None else {"all": rope},
+            ropes={},
             positions=config.integer("max_position_embeddings"),
             fused=_fused(_sizes(config)),
         )
 
     def ropes(self, positions: Tensor) -> dict[str, Rope]:
-        if self.has_rope:
-            return super().ropes(positions)
-        nothing = torch.empty(positions.shape[0], 0, dtype=torch.float32, device=positions.device)
-        return {"all": Rope(nothing, nothing)}  # pairs of no features: the layers between know where a token is
+        """Nothing is turned: the layers between know where a token is."""
+        return {"all": no_features(positions)}
 
 
 def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int, kind: str) -> Layer:
@@ -108,7 +105,6 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int, kind:
             hidden_size=hidden_size,
             sizes=LatentSizes.of(config),
             settings=rope_settings(config),
-            eps=LATENT_NORM_EPS,
             bias=config.flag("attention_bias", False),
             interleaved=True,
         )
@@ -125,7 +121,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int, kind:
 
 
 def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:
-    if _is_dense(config, index):
+    if is_dense(config, index, first=config.integer("first_k_dense_replace", 1, least=0)):
         return gated_mlp(config, factory, name)
     inner, act = config.integer("moe_intermediate_size"), config.text("hidden_act", "silu")
     return factory.experts(
@@ -148,16 +144,14 @@ def _unified(config: HfConfig) -> HfConfig:
         raise ValueError(
             f"{config.place}: {', '.join(of_k3)}: those are keys of Kimi-K3: set model_kwargs: {{model_type: kimi_k3}}"
         )
-    scoring = config.text("moe_router_activation_func", "sigmoid")
-    if scoring != "sigmoid":
-        raise ValueError(f"{config.place}: moe_router_activation_func {scoring!r} is not known: it must be sigmoid")
-    values = {ALIASES.get(key, key): value for key, value in config.items()}
+    config.only(ONLY)
+    config = config.renamed(ALIASES)
     if "linear_attn_config" in config:
         stated = config.section("linear_attn_config")
         names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
         names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
-        values |= {mine: stated[theirs] for theirs, mine in names.items() if theirs in stated}
-    return HfConfig(values, place=config.place).with_defaults(DEFAULTS)
+        config = config.with_values({mine: stated[theirs] for theirs, mine in names.items() if theirs in stated})
+    return config.with_defaults(DEFAULTS)
 
 
 def _full(kinds: Sequence[str]) -> list[int]:
@@ -179,20 +173,8 @@ def _kinds(config: HfConfig) -> list[str]:
         return stated
     if "linear_attn_config" not in config:
         return [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(count)]
-    lists = config.section("linear_attn_config")
-    full, linear = lists.get("full_attn_layers", []), lists.get("kda_layers", [])
-    if sorted([*full, *linear]) != list(range(1, count + 1)):
-        raise ValueError(
-            f"{lists.place}: full_attn_layers and kda_layers must name each of the layers 1 to {count} once"
-        )
-    return [FULL if layer + 1 in full else LINEAR for layer in range(count)]
-
-
-def _is_dense(config: HfConfig, index: int) -> bool:
-    kinds = config.kinds("mlp_layer_types", ("dense", "sparse"))
-    if kinds is None:
-        return index < config.integer("first_k_dense_replace", 1, least=0)
-    return kinds[index] == "dense"
+    full = full_layers(config)
+    return [FULL if layer in full else LINEAR for layer in range(count)]
 
 
 def _fused(sizes: KimiDeltaSizes) -> Fused:

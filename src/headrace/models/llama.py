@@ -6,6 +6,7 @@ from headrace.layers.causal import CausalLm, gated_mlp
 from headrace.layers.decoder import PRE_NORM_RULES, PreNormLayer
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
+from headrace.layers.window import SLIDING, layer_kinds
 
 __all__ = ["LlamaModel"]
 
@@ -23,10 +24,26 @@ class LlamaModel(CausalLm):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = config.with_defaults(MISTRAL_DEFAULTS if config.model_type == "mistral" else DEFAULTS)
-        super().__init__(config, factory, layer=lambda name, _: _layer(config, factory, name), rules=PRE_NORM_RULES)
+        windows = _windows(config)
+        super().__init__(
+            config,
+            factory,
+            layer=lambda name, index: _layer(config, factory, name, windows[index]),
+            rules=PRE_NORM_RULES,
+        )
 
 
-def _layer(config: HfConfig, factory: LayerFactory, name: str) -> PreNormLayer:
+def _windows(config: HfConfig) -> list[int | None]:
+    """A Mistral's `sliding_window` holds for the layers that `layer_types` lists so, or for all."""
+    num_layers = config.integer("num_hidden_layers")
+    if config.model_type != "mistral":
+        return [None] * num_layers
+    if "layer_types" not in config:
+        return [config.optional_integer("sliding_window")] * num_layers
+    return [config.integer("sliding_window") if kind == SLIDING else None for kind in layer_kinds(config)]
+
+
+def _layer(config: HfConfig, factory: LayerFactory, name: str, window: int | None) -> PreNormLayer:
     hidden_size, eps = config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6)
     has_bias = config.flag("attention_bias", False)
     return PreNormLayer(
@@ -35,7 +52,7 @@ def _layer(config: HfConfig, factory: LayerFactory, name: str) -> PreNormLayer:
             f"{name}.attention",
             **config.heads(),
             rope="all",
-            window=config.optional_integer("sliding_window") if config.model_type == "mistral" else None,
+            window=window,
             qkv_bias=has_bias,
             out_bias=has_bias,
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.layers.attention import Attention
-from headrace.layers.causal import CausalLm, text_section
+from headrace.layers.causal import TEXT_PREFIXES, CausalLm, text_section
 from headrace.layers.decoder import COMMON_RULES, PRE_NORM_RULES, PreNormLayer
 from headrace.layers.experts import Experts, Routing, expert_act, expert_rules, num_experts
 from headrace.layers.factory import LayerFactory
@@ -47,13 +47,6 @@ VISION_NAMES = (
 )
 """What multimodal checkpoints hold beside the language model."""
 
-RENAMED = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-"""Prefixes of the language model in multimodal checkpoints, older and newer."""
-
 
 class Llama4Model(CausalLm):
     """The text model, also of multimodal checkpoints; images are not read."""
@@ -72,7 +65,7 @@ class Llama4Model(CausalLm):
             eps=EPS,
             ropes={"all": factory.rotary(rope_settings(text, default_theta=THETA), text.head_dim())},
             ignored=VISION_NAMES,
-            renamed=RENAMED,
+            renamed=TEXT_PREFIXES,
         )
 
 
@@ -92,7 +85,7 @@ def _attention(config: HfConfig, factory: LayerFactory, name: str, index: int) -
     if turns and config.flag("use_qk_norm", True):
         norm = factory.unit_norm(head_dim, eps=config.number("rms_norm_eps", EPS))
         steps.append(TurnedNorms(norm, norm))
-    if not turns and config.flag("attn_temperature_tuning", True):
+    if not turns and _is_tuned(config):
         steps.append(Temperature(config.number("attn_scale"), config.integer("floor_scale"), offset=1))
     is_chunked = _kind(config, index) == CHUNKED
     return factory.attention(
@@ -108,12 +101,19 @@ def _attention(config: HfConfig, factory: LayerFactory, name: str, index: int) -
     )
 
 
+def _is_tuned(config: HfConfig) -> bool:
+    """A flag, for which released configs state 4 as well; any number but 0 is yes."""
+    if isinstance(config.get("attn_temperature_tuning", True), bool):
+        return config.flag("attn_temperature_tuning", True)
+    return config.integer("attn_temperature_tuning", least=0) > 0
+
+
 def _turns(config: HfConfig, index: int) -> bool:
     """Whether rope turns a layer's heads: as listed (0 is no), else in all but every fourth."""
-    listed = config.get("no_rope_layers")
+    listed = config.marks("no_rope_layers")
     if listed:
         _check_list(config, "no_rope_layers", listed)
-        return bool(listed[index])
+        return listed[index]
     return (index + 1) % config.integer("no_rope_layer_interval") != 0
 
 
@@ -139,6 +139,8 @@ def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp 
     hidden_size, act = config.integer("hidden_size"), config.text("hidden_act", "silu")
     sparse = config.get("moe_layers")
     every = config.integer("interleave_moe_layer_step")
+    if sparse is not None and not isinstance(sparse, list):
+        raise ValueError(f"{config.place}: moe_layers must be a list of layers, not {sparse!r}")
     has_experts = (index + 1) % every == 0 if sparse is None else index in sparse
     if not has_experts:
         inner = config.integer("intermediate_size_mlp")

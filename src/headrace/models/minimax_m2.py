@@ -39,6 +39,7 @@ class MiniMaxM2Model(CausalLm):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = config.with_defaults(DEFAULTS)
+        config.only({"scoring_func": "sigmoid"})
         if "rotary_dim" in config:
             config = config.with_defaults({"partial_rotary_factor": config.integer("rotary_dim") / config.head_dim()})
         super().__init__(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from headrace.layers.block_sparse import BLOCK_INDEX_RULES, BlockIndexSpec, SparseAttention, block_indexer
-from headrace.layers.causal import CausalLm, fused_mlp_names
+from headrace.layers.causal import TEXT_PREFIXES, CausalLm, fused_mlp_names
 from headrace.layers.decoder import PRE_NORM_RULES, QK_NORM_RULES, PreNormLayer
 from headrace.layers.experts import ExpertAct, Experts, Routing, expert_rules, num_experts
 from headrace.layers.factory import LayerFactory
@@ -29,6 +32,7 @@ DEFAULTS = {
     "index_block_size": 128,
     "index_topk_blocks": 16,
     "index_local_blocks": 1,
+    "index_init_blocks": 0,
 }
 """What transformers takes for keys that a config leaves out."""
 
@@ -40,8 +44,19 @@ PUBLISHED = {
     "sparse_block_size": "index_block_size",
     "sparse_topk_blocks": "index_topk_blocks",
     "sparse_local_block": "index_local_blocks",
+    "sparse_init_block": "index_init_blocks",
 }
-"""Keys of `sparse_attention_config` as published -> those of transformers."""
+"""Keys of `sparse_attention_config` as published -> those of transformers, which has none for the last."""
+ONLY: Mapping[str, Any] = {
+    "attention_output_gate": False,
+    "qk_norm_type": "per_head",
+    "scoring_func": "sigmoid",
+    "use_gemma_norm": True,
+    "use_qk_norm": True,
+}
+ONLY_SPARSE: Mapping[str, Any] = {"sparse_score_type": "max", "use_sparse_attention": True}
+"""Published keys with the one value that is known; the latter of `sparse_attention_config`."""
+BY_LAYER = frozenset({"sparse_attention_freq", "sparse_disable_index_value"})
 
 RULES = {
     **PRE_NORM_RULES,
@@ -74,9 +89,7 @@ class MiniMaxM3Model(CausalLm):
             ignored=("vision_tower.**", "multi_modal_projector.**", "patch_merge_mlp.**"),
             kept=("mtp.**", "model.mtp.**"),
             renamed={
-                "language_model.model.": "model.",
-                "language_model.lm_head.": "lm_head.",
-                "model.language_model.": "model.",
+                **TEXT_PREFIXES,
                 "model.vision_tower.": "vision_tower.",
                 "model.multi_modal_projector.": "multi_modal_projector.",
             },
@@ -91,7 +104,8 @@ def _text(config: HfConfig) -> HfConfig:
     """The language model's keys under their newer names."""
     if "text_config" in config:
         config = config.section("text_config")
-    published = config.section("sparse_attention_config") if "sparse_attention_config" in config else {}
+    config.only(ONLY)
+    published = _sparse_keys(config)
     stated = {name: published[key] for key, name in PUBLISHED.items() if key in published}
     for key, name, kinds in (
         ("sparse_attention_freq", "layer_types", (FULL, SPARSE)),
@@ -103,6 +117,21 @@ def _text(config: HfConfig) -> HfConfig:
     if "rotary_dim" in config:
         stated["partial_rotary_factor"] = config.integer("rotary_dim") / config.integer("head_dim", 128)
     return config.with_defaults(stated).with_defaults(DEFAULTS)
+
+
+def _sparse_keys(config: HfConfig) -> HfConfig:
+    """`sparse_attention_config`, once nothing in it asks for what isn't known here."""
+    if "sparse_attention_config" not in config:
+        return HfConfig({}, place=config.place)
+    stated = config.section("sparse_attention_config")
+    stated.only(ONLY_SPARSE)
+    strange = sorted(set(stated) - set(PUBLISHED) - set(ONLY_SPARSE) - BY_LAYER)
+    if strange:
+        raise ValueError(f"{stated.place}: {', '.join(strange)}: not known of MiniMax-M3: such a model isn't served")
+    chosen, disabled = stated.get("sparse_attention_freq", []), stated.get("sparse_disable_index_value")
+    if disabled is not None and any(on and not off for on, off in zip(chosen, disabled)):
+        raise ValueError(f"{stated.place}: sparse_disable_index_value must be 1 in each sparse layer: no index values")
+    return stated
 
 
 def _layer(config: HfConfig, factory: LayerFactory, name: str, index: int) -> PreNormLayer:
@@ -142,12 +171,13 @@ def _index(config: HfConfig) -> BlockIndexSpec:
     turned = int(rope_settings(config, default_theta=THETA).rotary_share * config.head_dim())
     if dim < turned:
         raise ValueError(f"{config.place}: index_head_dim {dim} is less than the {turned} features that rope turns")
-    return BlockIndexSpec(
-        dim=dim,
-        block=config.integer("index_block_size"),
-        top=config.integer("index_topk_blocks"),
-        local=config.integer("index_local_blocks", least=0),
-    )
+    top = config.integer("index_topk_blocks")
+    local, first = config.integer("index_local_blocks", least=0), config.integer("index_init_blocks", least=0)
+    if local + first > top:
+        raise ValueError(
+            f"{config.place}: {local} local and {first} initial blocks are more than the {top} of index_topk_blocks"
+        )
+    return BlockIndexSpec(dim=dim, block=config.integer("index_block_size"), top=top, local=local, first=first)
 
 
 def _mlp(config: HfConfig, factory: LayerFactory, name: str, index: int) -> Mlp | Experts:

@@ -40,9 +40,10 @@ class Ministral3Model(CausalLm):
 
     def __init__(self, config: HfConfig, factory: LayerFactory) -> None:
         config = config.with_defaults(DEFAULTS)
-        stated = config.section("rope_parameters")
+        place = "rope_scaling" if "rope_scaling" in config else "rope_parameters"
+        stated = config.section(place)
         own = {key: value for key, value in stated.items() if key not in NOT_OF_ROPE}
-        with_rope = HfConfig({**config, "rope_parameters": own}, place=config.place)
+        with_rope = HfConfig({**config, place: own}, place=config.place)
         rope = rope_settings(with_rope)
         temperature = Temperature(stated.number("llama_4_scaling_beta"), rope.original_positions)
         super().__init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.layers.causal import TextOf, text_section
+from headrace.layers.causal import TEXT_PREFIXES, TextOf, text_section
 from headrace.layers.factory import LayerFactory
 from headrace.layers.hf_config import HfConfig
 from headrace.models.llama import LlamaModel
@@ -26,11 +26,6 @@ DEFAULTS = {
 }
 """What transformers takes for a `text_config` that isn't there."""
 
-RENAMED = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
 VISION_NAMES = (
     "vision_tower.**",
     "multi_modal_projector.**",
@@ -54,4 +49,4 @@ class Mistral3Model(TextOf):
                 f"{text.place}: the language model {text.model_type!r} is not served: {', '.join(kinds)} are"
             )
         make = kinds[text.model_type]
-        super().__init__(lambda: make(text, factory), factory, renamed=RENAMED, ignored=VISION_NAMES)
+        super().__init__(lambda: make(text, factory), factory, renamed=TEXT_PREFIXES, ignored=VISION_NAMES)

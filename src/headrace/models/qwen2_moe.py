@@ -46,13 +46,18 @@ class Qwen2MoeModel(CausalLm):
 
 def _windows(config: HfConfig) -> list[int | None]:
     """Where layers aren't listed, every other one of the first `max_window_layers` slides: unlike in dense Qwen2."""
-    num_layers = config.integer("num_hidden_layers")
-    if not config.flag("use_sliding_window", False):
-        return [None] * num_layers
-    last = config.integer("max_window_layers", least=0)
-    kinds = [SLIDING if (index + 1) % 2 and index < last else FULL for index in range(num_layers)]
+    slides = config.flag("use_sliding_window", False)
     if "layer_types" in config:
         kinds = layer_kinds(config)
+        if SLIDING in kinds and not slides:  # transformers lets such layers see nothing
+            raise ValueError(
+                f"{config.place}: layer_types lists {SLIDING}, and use_sliding_window is not set: set it, or list"
+                f" {FULL} alone"
+            )
+    else:
+        last = config.integer("max_window_layers", least=0)
+        layers = range(config.integer("num_hidden_layers"))
+        kinds = [SLIDING if slides and (index + 1) % 2 and index < last else FULL for index in layers]
     return [config.optional_integer("sliding_window") if kind == SLIDING else None for kind in kinds]
 
 

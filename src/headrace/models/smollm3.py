@@ -42,7 +42,7 @@ class SmolLM3Model(CausalLm):
                 factory,
                 name,
                 rope="all" if has_rope[index] else None,
-                window=config.integer("sliding_window") if slides and kinds[index] == SLIDING else None,
+                window=config.integer("sliding_window") if kinds[index] == SLIDING else None,
             ),
             rules=PRE_NORM_RULES,
             ropes={"all": factory.rotary(rope, config.head_dim())},
@@ -52,15 +52,15 @@ class SmolLM3Model(CausalLm):
 def _has_rope(config: HfConfig) -> list[bool]:
     """By layer. The key's name says the opposite of what it means: 1 is a layer with rope."""
     num_layers = config.integer("num_hidden_layers")
-    stated = config.get("no_rope_layers")
+    stated = config.marks("no_rope_layers")
     if stated is None:
         interval = config.integer("no_rope_layer_interval")
         return [(index + 1) % interval != 0 for index in range(num_layers)]
-    if not isinstance(stated, list) or len(stated) != num_layers:
+    if len(stated) != num_layers:
         raise ValueError(
             f"{config.place}: no_rope_layers must be a list of {num_layers} zeros and ones, not {stated!r}"
         )
-    return [bool(value) for value in stated]
+    return stated
 
 
 def _layer(config: HfConfig, factory: LayerFactory, name: str, *, rope: str | None, window: int | None) -> PreNormLayer:
