@@ -17,9 +17,9 @@ V3 = LatentSpec(num_heads=128, rank=512, rope_dim=64, nope_dim=128, v_dim=128, s
 
 def test_long_prompts_pay() -> None:
     """By operations: 8,192 tokens of DeepSeek-V3 take 9.4 tera-operations absorbed and 2.7 unfolded."""
-    assert saved_us(8192, 8192, V3) > 40_000
-    assert saved_us(8192, 32768, V3) > 300_000
-    assert saved_us(512, 8704, V3) > 0
+    measured = {(8192, 8192): 21_239, (8192, 32768): 165_493, (512, 8704): 2_448}  # docs/performance.md: the table's
+    for (num_tokens, kv_len), saved in measured.items():
+        assert saved_us(num_tokens, kv_len, V3) == pytest.approx(saved, rel=0.25)
     assert saved_us(16, 8208, V3) < 0, "unfolding the context costs more than attending to it"
     assert saved_us(1, 8192, V3) < 0
     some = LatentSpec(num_heads=16, rank=512, rope_dim=64, nope_dim=128, v_dim=128, scale=0.07)

@@ -15,7 +15,7 @@ from headrace.kernels._unfolded_work import PIECE, ContextRow, carried_width
 MAX_WORKSPACE_BYTES = 256 << 20
 """Of gathered vectors, unfolded keys and values, and what is carried: a ninth of what 8,192 absorbed queries of 128
 heads and their results are."""
-PRODUCT_TFLOP_S, ABSORBED_TFLOP_S, UNFOLDED_TFLOP_S = 600.0, 165.0, 480.0
+PRODUCT_TFLOP_S, ABSORBED_TFLOP_S, UNFOLDED_TFLOP_S = 600.0, 330.0, 480.0
 """Of an H200: products of keys' and values' functions, and both forms of attending (docs/performance.md)."""
 TOKENS_A_TILE = 128
 """The unfolded form computes so many tokens of a row where there are fewer."""
