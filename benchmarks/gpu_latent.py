@@ -57,7 +57,7 @@ def latent(tune: bool, *, step_of: StepOf) -> Iterator[Result]:
             yield _whole("latent attention, absorbed", shape, rows, packed, cache, replace(step, context_rows=None))
         if tune and not is_prompt:
             for tuning in ABSORBED_TUNINGS:
-                with patch.object(_triton_latent, "tuned", lambda *_, tuning=tuning: tuning):
+                with patch.object(_triton_latent, "tuned", lambda *_, tuning=tuning, **__: tuning):
                     yield _whole(f"the same, {tuning}", shape, rows, packed, cache, replace(step, scratch={}))
         if is_prompt:
             yield _whole("latent attention, as divided", shape, rows, packed, cache, step)

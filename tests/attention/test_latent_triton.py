@@ -33,8 +33,8 @@ def triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     """Unfolds what is never worth it; small tiles on a CPU."""
     pretend_it_pays(monkeypatch)
     if request.param == "cpu":
-        monkeypatch.setattr(latent_triton, "tuned", lambda _: SMALL)
-        monkeypatch.setattr(_triton_unfolded, "tuned", lambda _: SMALL)
+        monkeypatch.setattr(latent_triton, "tuned", lambda _, room: SMALL)
+        monkeypatch.setattr(_triton_unfolded, "tuned", lambda _, room: SMALL)
     return Moved(request.param)
 
 

@@ -48,7 +48,7 @@ def test_configs_without_an_architecture(config: dict[str, None]) -> None:
 
 
 def test_incomplete_configs_name_the_key() -> None:
-    with pytest.raises(ValueError, match=r"config\.json lacks the key 'hidden_size'"):
+    with pytest.raises(ValueError, match=r"config\.json lacks the key 'num_hidden_layers'"):
         build_model({"model_type": "llama"}, factory())
 
 

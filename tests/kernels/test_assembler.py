@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
-from headrace.kernels._assembler import is_better, release_of
+import pytest
+import torch
+
+from headrace.kernels._assembler import VARIABLE, choose_assembler, is_better, release_of
 
 
 @pytest.mark.parametrize(
@@ -14,7 +17,9 @@ from headrace.kernels._assembler import is_better, release_of
         ("12.9", "12.8", "12.6", True),
         ("13.1", "12.8", "13.0", True),
         ("13.1", "12.8", "12.8", False),
-        ("13.4", "12.9", "13.0", False),
+        ("13.4", "12.9", "13.0", True),
+        ("13.4", "12.9", "12.9", False),
+        ("13.1", "12.9", "13.0", False),
         ("12.8", "12.8", "13.0", False),
     ],
 )
@@ -29,3 +34,19 @@ def test_kernels_are_not_assembled_by_the_faulty_one() -> None:
     import headrace.kernels._triton_chain  # noqa: F401  (chooses)
 
     assert release_of(knobs.nvidia.ptxas.version) != (12, 8)
+
+
+def test_another_triton_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose second assembler is not there must not stop kernels from being imported."""
+    knobs = pytest.importorskip("triton.knobs")
+
+    class OneAssembler:
+        @property
+        def ptxas(self) -> object:
+            raise RuntimeError("Cannot find ptxas-blackwell")
+
+    monkeypatch.setattr(knobs, "nvidia", OneAssembler())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    choose_assembler()
+    assert VARIABLE not in os.environ

@@ -16,6 +16,7 @@ from headrace.attention._latent import IndexProjected, LatentCache, LatentProjec
 from headrace.attention._layout import BlockLayout
 from headrace.attention._unfolding import CAPTURE_SAVES_US, Batch, divide, step_saves_us
 from headrace.attention.port import AttentionStep, CacheSpec
+from headrace.kernels._triton_chain import shared_bytes
 from headrace.kernels._triton_index import launch_index_choice
 from headrace.kernels._triton_latent import launch_latent, plan_latent
 from headrace.kernels._triton_latent_parts import LatentPlan
@@ -101,7 +102,7 @@ def _division(step: AttentionStep, spec: LatentSpec, q: Tensor, *, is_chosen: bo
     key = f"unfolded {spec.num_heads} {spec.rank} {spec.rope_dim} {spec.nope_dim} {spec.v_dim} {spec.window}"
     if key not in step.scratch:
         parts = divide(step.context_rows, spec, num_rows=num_rows, item_bytes=q.element_size())
-        tokens = tuned(q.dtype).tokens
+        tokens = tuned(q.dtype, room=shared_bytes(q.device)).tokens
         works = [works_of(each.rows, tokens, segment=each.segment, device=q.device) for each in parts.unfolded]
         starts = [0, *accumulate(count for count, _ in step.context_rows)]
         starts += range(starts[-1] + 1, num_tokens + 1)  # of rows that generate

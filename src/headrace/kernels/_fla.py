@@ -42,8 +42,8 @@ class Rule:
 
 
 RULES: tuple[Rule, ...] = ()
-"""As `benchmarks/gpu_kernels.py --only fla` measures them. Empty: on an H200 ours took 11 to 36% of fla-core 0.6.0's time
-(docs/performance.md), so prompts go there only where HEADRACE_FLA is `always`."""
+"""As `benchmarks/gpu_kernels.py --only fla` measures them. Empty: on an H200 ours took 11 to 36% of fla-core 0.6.0's
+time (docs/performance.md), so prompts go there only where HEADRACE_FLA is `always`."""
 
 
 class _Singles(NamedTuple):

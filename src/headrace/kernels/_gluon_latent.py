@@ -202,6 +202,7 @@ def _latent_rows_kernel(
     totals = gl.full([HEADS, TILE], 0.0, gl.float32, SCORES)
     acc = gl.full([HEADS, RANK], 0.0, gl.float32, VALUES)
     async_copy.wait_group(1)
+    fence_async_shared()  # products don't see copies of the ordinary way without it
     ahead = _scores(query, query_turned, vectors.index(0), turned.index(0), zero)
     index = 0
     for start in range(begin, end, TILE):
@@ -222,6 +223,7 @@ def _latent_rows_kernel(
         mixing = warpgroup_mma(mixed, vectors.index(index), acc, is_async=True)
         # Behind the last tile the scores are of what was there before, and nobody reads them.
         async_copy.wait_group(0)
+        fence_async_shared()
         ahead = _scores(query, query_turned, vectors.index(1 - index), turned.index(1 - index), zero)
         acc, mixed = warpgroup_mma_wait(2, deps=[mixing, mixed])
         if start + 2 * TILE < end:

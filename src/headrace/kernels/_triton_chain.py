@@ -49,6 +49,18 @@ def power_of_2(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+HOPPER_BYTES = 227 << 10
+"""Of shared memory that a program can have on Hopper and the Blackwell of data centres; 99 KiB on GPUs for desktops."""
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """That a program can have; where there is no GPU, as on Hopper."""
+    if device.type != "cuda":
+        return HOPPER_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 @cache
 def _can_chain(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.kernels._triton_chain import chain_options, grid, power_of_2, wait_for_predecessor
+from headrace.kernels._triton_chain import (
+    HOPPER_BYTES,
+    chain_options,
+    grid,
+    power_of_2,
+    shared_bytes,
+    wait_for_predecessor,
+)
 from headrace.kernels._triton_decode import LOG2_E, compute_dtype
 from headrace.kernels._triton_latent_parts import (
     PART_ENDS,
@@ -401,8 +408,8 @@ def launch_portable(
     (first, end), (num_heads, rank), width, q_dim = rows, q.shape[1:], cache.shape[2], turned.shape[2]
     num_parts = 0 if plan is None else plan.num_parts
     reads = "chosen" if chosen is not None else "all" if window is None else "window"
-    _, tile, warps, stages = tuned(num_heads, rank, q.dtype, reads)
-    heads, tokens = _dealt(num_heads, rank, q.dtype, is_single=plan is not None or chosen is not None)
+    pairs, tile, warps, stages = tuned(num_heads, rank, q.dtype, reads, room=shared_bytes(q.device))
+    heads, tokens = _dealt(num_heads, pairs, is_single=plan is not None or chosen is not None)
     num_tiles = -(-max_query // tokens) * -(-num_heads // heads)
     grid(_latent_kernel, num_tiles, end - first + num_parts)(
         q, turned, cache, out, q if chosen is None else chosen, step.block_tables, step.kv_lens, step.query_starts,
@@ -438,9 +445,8 @@ def _attend_sizes(num_heads: int, nope_dim: int, rank: int, rope_dim: int) -> di
     }
 
 
-def _dealt(num_heads: int, rank: int, dtype: torch.dtype, *, is_single: bool) -> tuple[int, int]:
+def _dealt(num_heads: int, pairs: int, *, is_single: bool) -> tuple[int, int]:
     """(heads, tokens) of a program. is_single: of one token, and then of 16 heads at least, for tensor cores."""
-    pairs = tuned(num_heads, rank, dtype)[0]
     heads = min(pairs, power_of_2(num_heads))
     return (max(16, heads), 1) if is_single else (heads, pairs // heads)
 
@@ -449,17 +455,22 @@ def plan_latent(
     num_rows: int, num_heads: int, rank: int, *, dtype: torch.dtype, max_kv: int, device: torch.device
 ) -> LatentPlan:
     """How the contexts of rows with one token are cut. max_kv: an upper bound of what a query reads."""
-    head_tiles = -(-num_heads // tuned(num_heads, rank, dtype)[0])
+    head_tiles = -(-num_heads // tuned(num_heads, rank, dtype, room=shared_bytes(device))[0])
     return new_plan(num_rows, num_heads, rank, head_tiles=head_tiles, max_kv=max_kv, device=device)
 
 
-def tuned(num_heads: int, rank: int, dtype: torch.dtype, reads: Reads = "all") -> tuple[int, int, int, int]:
+def tuned(
+    num_heads: int, rank: int, dtype: torch.dtype, reads: Reads = "all", *, room: int = HOPPER_BYTES
+) -> tuple[int, int, int, int]:
     """(pairs, tile, warps, stages) of a program: 64 pairs of 512 values are 128 registers a thread of 8 warps, and a
     tile of 64 vectors twice is what fits beside the queries (measured: docs/performance.md). Chosen
     tokens' places take stages too: with fewer than five no tile is read while another is worked on.
+    room: bytes of shared memory; in less than Hopper's, what fits.
     """
     if dtype == torch.float32:
         return (16, 16, 4, 1) if rank > 128 else (MAX_PAIRS, 32, 4, 1)
+    if room < HOPPER_BYTES:
+        return 32, 32, 4, 2
     if num_heads <= 16:
         return 32, 32, 4, 5 if reads == "chosen" else 3
     return {"all": (MAX_PAIRS, 64, 8, 2), "window": (MAX_PAIRS, 32, 8, 4), "chosen": (MAX_PAIRS, 32, 8, 5)}[reads]

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.kernels._triton_chain import chain_options, grid, power_of_2, wait_for_predecessor
+from headrace.kernels._triton_chain import chain_options, grid, power_of_2, shared_bytes, wait_for_predecessor
 from headrace.kernels._triton_rows import ACTIVATIONS, activate
-from headrace.kernels.fp8_linear import BLOCK, is_block_scaled
+from headrace.kernels.quantise import GROUP as BLOCK
 from headrace.kernels.quantise import Form, Quantised
 
 FEW_ROWS = 16
@@ -19,6 +19,8 @@ FEW_ROWS = 16
 STREAM_ROWS = 64
 MAX_BLOCK_ROWS, FEW_BLOCK_TILES = 32, 66
 """With block scales the vendor's product is faster beyond so many rows, but where the outputs have few tiles."""
+SPARE_BYTES = 4096
+"""Of shared memory beside a stream's tiles: scales, and what products exchange."""
 FEW_TILES = 264
 """Two for each of a large GPU's processors: up to here each has room for more stages."""
 WIDE_SIDE, NARROW_SIDE = 64, 16
@@ -191,7 +193,7 @@ def launch_gated(
     num_features = weight.shape[0] // 2
     assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous() and num_rows <= STREAM_ROWS
     out = form.new_data(num_rows, num_features, dtype, x.device)
-    tuning = tuned(num_rows, *weight.shape)
+    tuning = with_room(tuned(num_rows, *weight.shape)._replace(parts=1), num_rows, shared_bytes(x.device))
     if num_rows:
         grid(_gated_kernel, num_features // GATED_FEATURES)(
             x,
@@ -332,17 +334,18 @@ def launch_stream(
     bias: Tensor | None,
     *,
     out_dtype: torch.dtype,
+    by_block: bool = False,
     tuning: StreamTuning | None = None,
 ) -> Tensor:
-    """The contract of `fp8_linear` for 1 to 64 rows, outputs in multiples of 64 and inputs of 256; with block scales
+    """The contract of `fp8_linear` for 1 to 64 rows, outputs in multiples of 64 and inputs of 256; with scales by block
     inputs of 128.
     """
     x, x_scale = act.data, act.scales
     assert x_scale is not None and x.stride(-1) == 1 and weight.is_contiguous() and scales.stride(-1) == 1
     num_rows, (num_out, num_in) = x.shape[0], weight.shape
-    by_block = is_block_scaled(weight, scales)
     assert 0 < num_rows <= STREAM_ROWS and num_out % WIDE_SIDE == 0 and num_in % (BLOCK if by_block else 256) == 0
     tuning = tuning or (tuned_blocks if by_block else tuned)(num_rows, num_out, num_in)
+    tuning = with_room(tuning, num_rows, shared_bytes(x.device))
     outputs = WIDE_SIDE // tuning.parts
     assert num_in % (tuning.inputs * tuning.parts) == 0, (num_in, tuning)
     out = torch.empty((num_rows, num_out), dtype=out_dtype, device=x.device)
@@ -373,6 +376,13 @@ def launch_stream(
         **chain_options(x, tuning.warps),
     )
     return out
+
+
+def with_room(tuning: StreamTuning, num_rows: int, room: int) -> StreamTuning:
+    """With as many stages as fit in `room` bytes of shared memory: most GPUs have less than half of Hopper's."""
+    narrow = tuning.parts * max(NARROW_SIDE // tuning.parts, power_of_2(num_rows))
+    stage_bytes = (WIDE_SIDE + narrow) * tuning.inputs
+    return tuning._replace(stages=max(1, min(tuning.stages, (room - SPARE_BYTES) // stage_bytes)))
 
 
 def tuned(num_rows: int, num_out: int, num_in: int) -> StreamTuning:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.kernels._triton_chain import grid, power_of_2
+from headrace.kernels._triton_chain import HOPPER_BYTES, grid, power_of_2, shared_bytes
 from headrace.kernels.port import StateRows
 
 STEP_VALUES = 32
@@ -75,10 +75,12 @@ TILINGS = {
 """By the model's type. With larger tiles, or fewer warps, registers spill to memory."""
 
 
-def tiling(dtype: torch.dtype, size: int) -> Tiling:
-    """For states of this size."""
+def tiling(dtype: torch.dtype, size: int, *, room: int = HOPPER_BYTES) -> Tiling:
+    """For states of this size. room: bytes of shared memory."""
     how = TILINGS[dtype]
-    return LARGE_HALVES if how is HALVES and size > 128 else how
+    if how is not HALVES or size <= 128:
+        return how
+    return LARGE_HALVES if room >= HOPPER_BYTES else LARGE_HALVES._replace(stages=2)
 
 
 # ---- prompts ---------------------------------------------------------------------------------
@@ -458,7 +460,7 @@ def _launch_prompts(
     """The context rows."""
     _, heads, dim = x.shape
     groups, size, starts = b.shape[1], b.shape[2], step.context_starts
-    how, padded = tiling(x.dtype, size), max(16, power_of_2(size))
+    how, padded = tiling(x.dtype, size, room=shared_bytes(x.device)), max(16, power_of_2(size))
     values = max(16, min(how.max_tile // padded, 64, power_of_2(dim)))
     tiles, block = -(-dim // values), min(HEAD_BLOCK, power_of_2(heads))
     widest = max(x.stride(0), b.stride(0), c.stride(0), heads * dim)

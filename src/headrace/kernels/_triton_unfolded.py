@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.kernels._triton_chain import grid, power_of_2
+from headrace.kernels._triton_chain import HOPPER_BYTES, grid, power_of_2, shared_bytes
 from headrace.kernels._triton_decode import LOG2_E, compute_dtype
 from headrace.kernels._unfolded_work import PIECE, Work, carried_width
 
@@ -280,7 +280,7 @@ def launch_unfolded(
     assert q.stride()[1:] == (nope_dim + rope_dim, 1) and out.stride()[1:] == (v_dim, 1)
     assert keys.is_contiguous() and values.is_contiguous() and turned.stride(1) == 1
     assert max(keys.numel(), values.numel(), work.num_kv * turned.stride(0)) < 1 << 31, "places are 32 bits"
-    tuning = tuning or tuned(q.dtype)
+    tuning = tuning or tuned(q.dtype, room=shared_bytes(q.device))
     assert PIECE % tuning.tile == 0, "tiles of keys stay within a row's zeros"
     grid(_unfolded_kernel, len(work.tiles), num_heads)(
         q, keys, turned, values, out, out if carry is None else carry, work.tiles, scale * LOG2_E,
@@ -297,7 +297,7 @@ def launch_unfolded(
 
 def new_carry(like: Tensor, work: Work, *, num_heads: int, v_dim: int, tuning: Tuning | None = None) -> Tensor:
     """Where tiles of queries keep what they have seen between the segments of a work. like: of the device."""
-    tokens = (tuning or tuned(like.dtype)).tokens
+    tokens = (tuning or tuned(like.dtype, room=shared_bytes(like.device))).tokens
     return like.new_empty(work.num_carried * num_heads * tokens * carried_width(v_dim), dtype=torch.float32)
 
 
@@ -312,7 +312,9 @@ def _unfolded_sizes(nope_dim: int, rope_dim: int, v_dim: int) -> dict[str, int]:
     }
 
 
-def tuned(dtype: torch.dtype) -> Tuning:
+def tuned(dtype: torch.dtype, *, room: int = HOPPER_BYTES) -> Tuning:
     """Measured on an H200 with heads of 128 + 64 features and values of 128 (docs/performance.md); in float32 what
-    holds them without spilled registers."""
-    return Tuning(16, 16, 8, 1) if dtype == torch.float32 else Tuning(128, 64, 8, 3)
+    holds them without spilled registers, and in less shared memory than Hopper's `room` what fits."""
+    if dtype == torch.float32:
+        return Tuning(16, 16, 8, 1)
+    return Tuning(128, 64, 8, 3) if room >= HOPPER_BYTES else Tuning(64, 64, 4, 2)

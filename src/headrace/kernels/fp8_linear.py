@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from headrace.kernels.quantise import ROW_MULTIPLE, Quantised, dequantise
+from headrace.kernels.quantise import GROUP, ROW_MULTIPLE, Quantised, dequantise
 
 __all__ = ["fp8_linear"]
 
-BLOCK = 128
+BLOCK = GROUP
 """Side of the weight's blocks that share a scale, and the activations' group."""
 
 
@@ -41,7 +41,7 @@ def fp8_linear(
     assert act.scales is not None
     if is_block_scaled(weight, scales):
         if _triton_linear.can_stream_blocks(num_rows, num_out, num_in):
-            return _triton_linear.launch_stream(act, weight, scales, bias, out_dtype=out_dtype)
+            return _triton_linear.launch_stream(act, weight, scales, bias, out_dtype=out_dtype, by_block=True)
         if num_rows and out_dtype == torch.bfloat16 and _vendor_takes(weight, scales):
             out = _vendor_blocks(act, weight, scales)
             return out if bias is None else out + bias
@@ -95,6 +95,7 @@ def _filled_up(rows: Tensor) -> Tensor:
     goes on, as that of `Form.new_data` does.
     """
     (num_rows, size), stride = rows.shape, rows.stride(0)
+    assert rows.stride(1) == 1
     wanted = -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
     last = rows.storage_offset() + (wanted - 1) * stride + size
     if last * rows.element_size() <= rows.untyped_storage().nbytes():

@@ -18,6 +18,8 @@ FP8_MAX = 448.0
 TINY = 1e-12
 """The smallest scale."""
 ROW_MULTIPLE = 4
+GROUP = 128
+"""Features that share a scale where there is one for each group of them."""
 
 Kind = Literal["plain", "static", "token", "group"]
 
@@ -40,7 +42,7 @@ class Form:
     kind: Kind = "plain"
     scale: Tensor | None = None
     """[1] float32 on the activations' device, for `static`."""
-    group: int = 128
+    group: int = GROUP
 
     @property
     def is_plain(self) -> bool:
