@@ -160,7 +160,7 @@ def rows_of(
 @pytest.mark.parametrize("num_parts", [0, 4])
 def test_rows_in_parts_are_merged(device: str, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "MIN_PART", 16)
-    monkeypatch.setattr(latent, "tuned", lambda *_: (16, 16, 4, 1))
+    monkeypatch.setattr(latent, "tuned", lambda *_, **__: (16, 16, 4, 1))
     made = rows_of([70, 1, 9], device=device, block_size=8, dims=(20, 24, 6), dtype=torch.float32)
     got = made.attend(is_portable=True, num_parts=num_parts)
     torch.testing.assert_close(got.double(), made.reference(), atol=2e-5, rtol=2e-5)
@@ -168,7 +168,7 @@ def test_rows_in_parts_are_merged(device: str, num_parts: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_without_tokens_is_zeros(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent, "tuned", lambda *_: (16, 16, 4, 1))
+    monkeypatch.setattr(latent, "tuned", lambda *_, **__: (16, 16, 4, 1))
     made = rows_of([0, 20], device=device, block_size=8, dims=(4, 16, 6), dtype=torch.float32)
     got = made.attend(is_portable=True, num_parts=2)
     assert got[0].eq(0).all()
