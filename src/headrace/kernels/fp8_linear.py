@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from headrace.kernels.quantise import GROUP, ROW_MULTIPLE, Quantised, dequantise
+from headrace.kernels._assembler import release_of
+from headrace.kernels.quantise import GROUP, Quantised, dequantise, with_spare_rows
 
 __all__ = ["fp8_linear"]
 
@@ -42,7 +43,7 @@ def fp8_linear(
     if is_block_scaled(weight, scales):
         if _triton_linear.can_stream_blocks(num_rows, num_out, num_in):
             return _triton_linear.launch_stream(act, weight, scales, bias, out_dtype=out_dtype, by_block=True)
-        if num_rows and out_dtype == torch.bfloat16 and _vendor_takes(weight, scales):
+        if num_rows and out_dtype == torch.bfloat16 and _vendor_takes(weight):
             out = _vendor_blocks(act, weight, scales)
             return out if bias is None else out + bias
         return _triton_linear.launch_blocks(act, weight, scales, bias, out_dtype=out_dtype)
@@ -66,17 +67,16 @@ def fp8_linear(
     return out.to(out_dtype)
 
 
-def _vendor_takes(weight: Tensor, scales: Tensor) -> bool:
-    """Whether the vendor has a product with such scales: of whole blocks, their rows in multiples of 16 bytes."""
+def _vendor_takes(weight: Tensor) -> bool:
+    """Whether the vendor has a product with block scales: of whole blocks, rows of scales in multiples of 16 bytes."""
     num_out, num_in = weight.shape
-    return _has_vendor_blocks(weight.device) and num_in % (4 * BLOCK) == 0 and num_out % 16 == 0 == scales.shape[1] % 4
+    return _has_vendor_blocks(weight.device) and num_in % (4 * BLOCK) == 0 and num_out % 16 == 0
 
 
 @cache
 def _has_vendor_blocks(device: torch.device) -> bool:
     """Hopper alone multiplies FP8 with float32 scales by block in the vendor's library, from CUDA 12.9 on."""
-    release = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-    return release >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+    return release_of(torch.version.cuda or "0.0") >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _vendor_blocks(act: Quantised, weight: Tensor, scales: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ def _vendor_blocks(act: Quantised, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def _filled_up(rows: Tensor) -> Tensor:
-    """[rows, n] with rows of any values up to the next multiple of `ROW_MULTIPLE`: without a copy where the storage
+    """[rows, n] with rows of any values up to the next multiple (`with_spare_rows`): without a copy where the storage
     goes on, as that of `Form.new_data` does.
     """
     (num_rows, size), stride = rows.shape, rows.stride(0)
     assert rows.stride(1) == 1
-    wanted = -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    wanted = with_spare_rows(num_rows)
     last = rows.storage_offset() + (wanted - 1) * stride + size
     if last * rows.element_size() <= rows.untyped_storage().nbytes():
         return rows.as_strided((wanted, size), (stride, 1))

@@ -53,7 +53,7 @@ class Form:
 
         Its storage goes on to a multiple of `ROW_MULTIPLE` tokens: some products take no other number of rows.
         """
-        num_rows = num_tokens if self.is_plain else -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+        num_rows = num_tokens if self.is_plain else with_spare_rows(num_tokens)
         return torch.empty((num_rows, features), dtype=dtype if self.is_plain else FP8, device=device)[:num_tokens]
 
     def new_scales(self, num_tokens: int, features: int, device: torch.device) -> Tensor | None:
@@ -94,6 +94,11 @@ def quantise_twin(x: Tensor, form: Form) -> Quantised:
     grouped = wide.unflatten(-1, (-1, form.group))
     scales = (grouped.abs().amax(-1) / FP8_MAX).clamp(min=TINY)
     return Quantised(to_fp8((grouped / scales.unsqueeze(-1)).flatten(-2)), scales)
+
+
+def with_spare_rows(num_rows: int) -> int:
+    """The next multiple of `ROW_MULTIPLE`."""
+    return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def to_fp8(x: Tensor) -> Tensor:
